@@ -1,0 +1,341 @@
+"""The yardstick: one decoder's train step written by hand in plain JAX, as fast as we could make it.
+
+RMSNorm, rotary halves, grouped-query attention, SwiGLU, untied head, float32 cross-entropy, AdamW
+with float32 masters. Nothing of jaxdist is imported. What is fast here was measured, interleaved
+(`cpu_findings` in README.md): projections on flat [T, D] activations, attention as causal tiles with
+its own backward pass, logits' gradient taken while the logits are at hand.
+
+Letters: B batch, S sequence, T = B * S, D model, F feed-forward, H heads, K kv heads, G = H / K,
+N head size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+EPS, THETA, B1, B2, ADAM_EPS, DECAY, INIT_STD = 1e-5, 10000.0, 0.9, 0.95, 1e-8, 0.1, 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of its batch."""
+
+    num_layers: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    sequence: int
+    batch: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+SHAPES = {
+    "nano": Shape(2, 64, 176, 4, 2, 512, 64, 8),
+    "quick": Shape(4, 256, 688, 8, 4, 4096, 256, 8),
+    "std": Shape(8, 512, 1376, 8, 4, 8192, 512, 8),
+    "1b": Shape(22, 2048, 5632, 16, 4, 32768, 4096, 8),  # TinyLlama's widths
+    "3b": Shape(28, 3072, 8192, 24, 8, 32768, 4096, 4),  # Llama 3.2 3B's widths, smaller vocabulary
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the step computes with; `loss_chunk` is tokens scored at once, 0 for all."""
+
+    remat: str = "dots"  # none | dots | full
+    dtype: str = "float32"  # of activations and matmuls; masters are float32
+    clip_norm: float = 1.0  # 0 = no clipping
+    loss_chunk: int = 0
+    kernel: str = "tiles"  # attention: tiles (plain XLA) | cudnn
+
+
+class State(NamedTuple):
+    """Everything that a step changes."""
+
+    step: jax.Array
+    params: dict
+    first: dict
+    second: dict
+
+
+def count_parameters(shape: Shape) -> int:
+    """Returns the number of weights."""
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(partial(init_params, shape), 0)))
+
+
+def model_flops(shape: Shape) -> float:
+    """Returns floating-point operations a step, forward and backward, attention counted causally.
+
+    Counts 6 per weight and token (without the embedding, a lookup) and 6 * S * D per layer and
+    token for attention; leaves out softmax, norms, the optimizer and all recomputation.
+    """
+    weights = count_parameters(shape) - shape.vocab_size * shape.d_model
+    attention = 6 * shape.num_layers * shape.sequence * shape.d_model
+    return (6.0 * weights + attention) * shape.batch * shape.sequence
+
+
+def init_params(shape: Shape, seed: int) -> dict:
+    """Returns float32 parameters, layers stacked [L, ...]; biases and norms aside, normal(0.02)."""
+    c, L = shape, shape.num_layers
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def normal(*dims: int) -> jax.Array:
+        return INIT_STD * jax.random.normal(next(keys), dims)
+
+    blocks = {
+        "query": normal(L, c.d_model, q_width),
+        "key": normal(L, c.d_model, kv_width),
+        "value": normal(L, c.d_model, kv_width),
+        "out": normal(L, q_width, c.d_model),
+        "gate": normal(L, c.d_model, c.d_ff),
+        "up": normal(L, c.d_model, c.d_ff),
+        "down": normal(L, c.d_ff, c.d_model),
+        "attention_norm": jnp.ones((L, c.d_model)),
+        "mlp_norm": jnp.ones((L, c.d_model)),
+    }
+    embedding, head = normal(c.vocab_size, c.d_model), normal(c.d_model, c.vocab_size)
+    return {"embedding": embedding, "blocks": blocks, "norm": jnp.ones(c.d_model), "head": head}
+
+
+def init(shape: Shape, seed: int) -> State:
+    """Returns the state before the first step."""
+    params = init_params(shape, seed)
+    return State(jnp.int32(0), params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+def rms_norm(x, scale):
+    """Returns x over its root mean square, computed in float32, in the dtype of x."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + EPS)
+    return (y * scale).astype(x.dtype)
+
+
+def rotary_tables(shape: Shape):
+    """Returns cos and sin, float32 [S, 1, N / 2]."""
+    half = shape.head_dim // 2
+    angles = jnp.arange(shape.sequence)[:, None] * THETA ** (-jnp.arange(half) / half)
+    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+
+
+def rotate(x_BSHN, cos, sin):
+    """Returns x with each head's two halves rotated."""
+    a, b = jnp.split(x_BSHN.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BSHN.dtype)
+
+
+def _tiles(length: int) -> list[tuple[int, int]]:
+    """Returns up to 4 query tiles (from, to): a tile needs no key after its own end."""
+    size = max(64, length // 4)
+    return [(lo, min(lo + size, length)) for lo in range(0, length, size)]
+
+
+_dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _scores(q, k, lo: int, hi: int):
+    """Returns masked scores [B, K, G * (hi - lo), hi] of query rows lo to hi, all G heads below
+    one another, against the keys before hi."""
+    bias = jnp.where(jnp.arange(lo, hi)[:, None] >= jnp.arange(hi), 0.0, -1e30)
+    return _dot("bksn,bktn->bkst", _rows(q, lo, hi), k[:, :, :hi]) + jnp.tile(bias, (q.shape[2], 1))
+
+
+def _rows(x, lo: int, hi: int):
+    """Returns [B, K, G * (hi - lo), ...] of [B, K, G, S, ...]."""
+    return x[:, :, :, lo:hi].reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+@jax.custom_vjp
+def tiled_attention(q, k, v):
+    """Returns causal attention [B, K, G, S, N] of scaled q [B, K, G, S, N] and k, v [B, K, S, N]."""
+    return _attend(q, k, v)[0]
+
+
+def _attend(q, k, v):
+    B, K, G, S, N = q.shape
+    outputs, normalisers = [], []
+    for lo, hi in _tiles(S):
+        s = _scores(q, k, lo, hi)
+        top = s.max(-1, keepdims=True)
+        p = jnp.exp(s - top)
+        total = p.sum(-1, keepdims=True)
+        o = _dot("bkst,bktn->bksn", p.astype(v.dtype), v[:, :, :hi]) / total
+        outputs.append(o.astype(v.dtype).reshape(B, K, G, hi - lo, N))
+        normalisers.append((top + jnp.log(total)).reshape(B, K, G, hi - lo))
+    out = checkpoint_name(jnp.concatenate(outputs, 3), "attention")
+    return out, (q, k, v, out, checkpoint_name(jnp.concatenate(normalisers, 3), "attention"))
+
+
+def _attend_backward(residuals, dout):
+    q, k, v, out, normaliser = residuals
+    S = q.shape[3]
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    turned = lambda x: lax.optimization_barrier(x.swapaxes(-1, -2))  # [.., N, rows]: twice as fast
+    dq, dk, dv = [], 0.0, 0.0
+    for lo, hi in _tiles(S):
+        rows = partial(_rows, lo=lo, hi=hi)
+        p = jnp.exp(_scores(q, k, lo, hi) - rows(normaliser)[..., None])
+        dp = _dot("bksn,bktn->bkst", rows(dout), v[:, :, :hi])
+        ds = (p * (dp - rows(delta)[..., None])).astype(q.dtype)
+        dq.append(_dot("bkst,bktn->bksn", ds, k[:, :, :hi]).reshape(q[:, :, :, lo:hi].shape))
+        past = ((0, 0), (0, 0), (0, 0), (0, S - hi))
+        dk += jnp.pad(_dot("bkns,bkst->bknt", turned(rows(q)), ds), past)
+        dv += jnp.pad(_dot("bkns,bkst->bknt", turned(rows(dout)), p.astype(v.dtype)), past)
+    dk, dv = (lax.optimization_barrier(x).swapaxes(-1, -2).astype(k.dtype) for x in (dk, dv))
+    return jnp.concatenate(dq, 3).astype(q.dtype), dk, dv
+
+
+tiled_attention.defvjp(_attend, _attend_backward)
+
+
+def attention(q_BSHN, k_BSKN, v_BSKN, kernel: str):
+    """Returns causal grouped-query attention, [T, H * N]."""
+    B, S, H, N = q_BSHN.shape
+    if kernel == "cudnn":
+        mixed = jax.nn.dot_product_attention(
+            q_BSHN, k_BSKN, v_BSKN, is_causal=True, implementation="cudnn"
+        )
+        return mixed.reshape(B * S, H * N)
+    K = k_BSKN.shape[2]
+    q = (q_BSHN * N**-0.5).reshape(B, S, K, H // K, N).transpose(0, 2, 3, 1, 4)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSKN, v_BSKN))
+    return tiled_attention(q, k, v).transpose(0, 3, 1, 2, 4).reshape(B * S, H * N)
+
+
+def block(x_TD, p, tables, shape: Shape, kernel: str):
+    """Returns the output of one layer, [T, D]."""
+    heads = lambda y: y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
+    h = rms_norm(x_TD, p["attention_norm"])
+    q, k, v = heads(h @ p["query"]), heads(h @ p["key"]), heads(h @ p["value"])
+    mixed = attention(rotate(q, *tables), rotate(k, *tables), v, kernel)
+    x_TD = x_TD + mixed @ p["out"]
+    h = rms_norm(x_TD, p["mlp_norm"])
+    return x_TD + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cross_entropy(x_TD, head_DV, targets_T, weights_T, chunk: int):
+    """Returns the sum of weights * nats; `chunk` tokens at once, 0 for all."""
+    return _score(x_TD, head_DV, targets_T, weights_T, chunk)[0]
+
+
+def _score(x_TD, head_DV, targets_T, weights_T, chunk: int):
+    """Returns the loss and its gradients: the logits are never needed again."""
+
+    def part(total, rows):
+        loss, dhead = total
+        x, targets, weights = rows
+        logits = jnp.matmul(x, head_DV, preferred_element_type=jnp.float32)
+        top = logits.max(-1, keepdims=True)
+        p = jnp.exp(logits - top)
+        norm = p.sum(-1, keepdims=True)
+        picked = jnp.take_along_axis(logits, targets[:, None], 1)
+        loss += jnp.sum(weights * (jnp.log(norm) + top - picked)[:, 0])
+        hit = targets[:, None] == jnp.arange(head_DV.shape[1])
+        dlogits = (p * (weights[:, None] / norm) - jnp.where(hit, weights[:, None], 0)).astype(x.dtype)
+        dhead += jnp.matmul(x.T, dlogits, preferred_element_type=jnp.float32)
+        return (loss, dhead), dlogits @ head_DV.T
+
+    rows, start = (x_TD, targets_T, weights_T), (0.0, jnp.zeros(head_DV.shape))
+    if not chunk or chunk >= x_TD.shape[0]:
+        (loss, dhead), dx = part(start, rows)
+    else:
+        rows = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), rows)
+        (loss, dhead), dx = lax.scan(part, start, rows)
+    return loss, (dx.reshape(x_TD.shape), dhead.astype(head_DV.dtype))
+
+
+def _score_backward(_, gradients, scale):
+    dx, dhead = gradients
+    return (dx * scale).astype(dx.dtype), (dhead * scale).astype(dhead.dtype), None, None
+
+
+cross_entropy.defvjp(_score, _score_backward)
+
+
+def _remat_policy(name: str):
+    """Returns what `dots` keeps: outputs of projections and of attention, no scores."""
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def saveable(primitive, *args, **params):
+        return "dot_product_attention_fwd" in primitive.name or dots(primitive, *args, **params)
+
+    names = jax.checkpoint_policies.save_only_these_names("attention")
+    both = jax.checkpoint_policies.save_from_both_policies(saveable, names)
+    return {"dots": both, "full": jax.checkpoint_policies.nothing_saveable}[name]
+
+
+def loss(params, batch, shape: Shape, options: Options):
+    """Returns mean nats per weighted token, a float32 scalar."""
+    c = shape
+    if options.dtype != "float32":  # cast once, outside the scan; norm scales stay float32
+        dtype = jnp.dtype(options.dtype)
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, x: x if "norm" in path[-1].key else x.astype(dtype), params
+        )
+    tables = rotary_tables(c)
+    body = lambda x, p: (block(x, p, tables, c, options.kernel), None)
+    if options.remat != "none":
+        body = jax.checkpoint(body, policy=_remat_policy(options.remat), prevent_cse=False)
+    x_TD = params["embedding"][batch["tokens"].reshape(-1)]
+    x_TD, _ = lax.scan(body, x_TD, params["blocks"])
+    x_TD = rms_norm(x_TD, params["norm"])
+    targets, weights = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
+    total = cross_entropy(x_TD, params["head"], targets, weights, options.loss_chunk)
+    return total / weights.sum()
+
+
+# --------------------------------------------------------------------------------------- the step
+
+
+def adamw(path, p, g, m, v, step, learning_rate):
+    """Returns the new parameter and moments of one leaf; norm scales do not decay."""
+    m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g * g
+    done = (step + 1).astype(jnp.float32)
+    update = (m / (1 - B1**done)) / (jnp.sqrt(v / (1 - B2**done)) + ADAM_EPS)
+    decay = 0.0 if "norm" in path[-1].key else DECAY
+    return p - learning_rate * (update + decay * p), m, v
+
+
+def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Options):
+    """Returns the next state and {"loss", "grad_norm"}."""
+    value, grads = jax.value_and_grad(loss)(state.params, batch, shape, options)
+    norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+    if options.clip_norm:
+        scale = options.clip_norm / jnp.maximum(norm, options.clip_norm)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    update = partial(adamw, step=state.step, learning_rate=learning_rate)
+    leaves = jax.tree_util.tree_map_with_path(
+        update, state.params, grads, state.first, state.second
+    )
+    new = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), leaves)
+    return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
+
+
+def build_step(shape: Shape, options: Options):
+    """Returns the jitted `(state, batch, learning_rate) -> (state, metrics)`, its state donated."""
+    return jax.jit(partial(train_step, shape=shape, options=options), donate_argnums=0)
+
+
+def make_batch(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
+    """Returns random tokens, their next tokens as targets and weights of 1, each [B, S]."""
+    size = (shape.batch, shape.sequence + 1)
+    tokens = jax.random.randint(jax.random.key(seed), size, 0, shape.vocab_size, jnp.int32)
+    weights = jnp.ones((shape.batch, shape.sequence), jnp.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

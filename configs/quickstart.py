@@ -1,0 +1,32 @@
+"""A 1 M parameter decoder learns Python from the standard library's sources, byte by byte.
+
+    python -m jaxdist.train --config quickstart
+
+About four minutes on two CPU cores.
+"""
+
+from jaxdist.recipe import default_config
+
+
+def get_config():
+    config = default_config()
+    config.train.steps = 2000
+    config.train.max_minutes = 4.5
+    config.train.eval_every = 1000
+    config.batch.global_size = 16
+    config.batch.sequence_length = 128
+    config.data.validation_tokens = 131072
+
+    model = config.model
+    model.vocab_size = 256
+    model.num_layers, model.d_model, model.d_ff = 4, 128, 384
+    model.num_heads, model.num_kv_heads, model.head_dim = 8, 4, 16
+    model.qk_norm = True
+    model.zero_init_outputs = True
+
+    optimizer = config.optimizer
+    optimizer.name, optimizer.learning_rate = "muon", 0.01
+    optimizer.other_learning_rate_ratio = 0.3
+    optimizer.schedule, optimizer.decay_fraction = "wsd", 0.6
+    optimizer.warmup_steps = 100
+    return config

@@ -1,0 +1,33 @@
+"""jaxdist: single-device JAX models, trained on any layout of devices.
+
+Importing the package is free: it loads nothing, sets no flag and touches no device. A name below
+is imported from its module when it is first used.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ConfigError": "jaxdist.config",
+    "MeshConfig": "jaxdist.mesh",
+    "RunConfig": "jaxdist.recipe",
+    "build_mesh": "jaxdist.mesh",
+    "build_train_step": "jaxdist.training.step",
+    "run": "jaxdist.loop",
+    "shard": "jaxdist.sharding",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value  # the next use is a plain look-up
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

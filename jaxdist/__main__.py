@@ -1,0 +1,43 @@
+"""The command `jaxdist NAME ...`: exactly `python -m jaxdist.NAME ...`."""
+
+import runpy
+import sys
+
+import jaxdist
+from jaxdist import config
+
+COMMANDS = {
+    "train": "train, or resume when the workdir has a run",
+    "verify": "prove that a config's layouts compute what one device computes",
+    "generate": "sample text from a checkpoint",
+    "evaluate": "exact weighted loss of a checkpoint on a held-out set",
+    "report": "one self-contained HTML page of a run, or of two",
+    "doctor": "devices, versions, peaks, links, disk, and what MFU will mean here",
+}
+
+
+def help_text() -> str:
+    """Returns the list of commands, a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
+    return "\n".join(["usage: jaxdist COMMAND [flags]", "", *lines, "", "jaxdist COMMAND --help"])
+
+
+def main() -> None:
+    """Runs the command that sys.argv names; its exit code is ours."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+    elif name == "--version":
+        print(jaxdist.__version__)
+    elif name not in COMMANDS:
+        hint = config.suggest(name, COMMANDS)
+        print(f"jaxdist {name}: no such command.{hint}\n\n{help_text()}", file=sys.stderr)
+        sys.exit(config.EXIT_CONFIG)
+    else:
+        del sys.argv[1]
+        runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Canonical names of a train state on disk.
+
+A name says what an array is, never how the program holds it: `trainable/blocks/mlp/w` (attribute
+path, layers stacked as [num_layers, ...]), `opt_state/mu/blocks/mlp/w`, `opt_state/count`, `step`.
+Optimizer states are nested tuples of NamedTuples; their names come from field names and dict keys
+alone. Positions in a chain and class names are left out, so that adding a stateless transform (a
+clip, a mask) or an optax release that renames a class leaves a checkpoint readable.
+
+Collision rule: inside one container, members are visited in flatten order; where a member's first
+part is taken by an earlier sibling it becomes `part~2`, `part~3`, ... for that whole subtree. So a
+chain of adam and a schedule has `mu`, `nu`, `count` (adam) and `count~2` (schedule).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import tree_util
+
+from jaxdist import trees
+from jaxdist.checkpoint.folder import ArrayInfo, CheckpointError
+
+# Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite, schedule_free)
+# that only hold another state: like a position in a chain, they say nothing about the array.
+_WRAPPERS = ("inner_state", "inner_states", "base_optimizer_state")
+_UNNAMED = "value"  # the first part of an array that sits directly in a sequence
+
+_Path = tuple[str, ...]
+
+
+class LayoutError(CheckpointError):
+    """The arrays of a checkpoint are not those of the state; `faults` has one line for each."""
+
+    def __init__(self, faults: Sequence[str]):
+        self.faults = tuple(faults)
+        super().__init__("the checkpoint does not fit this state:\n" + "\n".join(self.faults))
+
+
+def to_canonical(state: Any) -> dict[str, Any]:
+    """Returns {canonical name: leaf} of a `State`; None and empty parts (ema) give no names.
+
+    Leaves may be arrays or abstract arrays.
+
+    Raises:
+      ValueError: a key of the state holds "/".
+    """
+    leaves, _ = tree_util.tree_flatten(state)
+    return {name: leaves[index] for name, index in _names(state)}
+
+
+def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
+    """Returns a state with the structure of `abstract_state` and the leaves of `arrays`.
+
+    Raises:
+      LayoutError: names are missing or unexpected, or a shape or dtype differs; all are listed.
+    """
+    check(describe(arrays), abstract_state)
+    leaves: dict[int, Any] = {index: arrays[name] for name, index in _names(abstract_state)}
+    structure = tree_util.tree_structure(abstract_state)
+    return tree_util.tree_unflatten(structure, [leaves[index] for index in range(len(leaves))])
+
+
+def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
+    """Returns shape and dtype of each array, abstract array or Python scalar."""
+    return {name: _info(leaf) for name, leaf in arrays.items()}
+
+
+def check(stored: Mapping[str, ArrayInfo], abstract_state: Any) -> None:
+    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the state."""
+    wanted = describe(to_canonical(abstract_state))
+    faults = [f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored]
+    faults += [f"unexpected in the checkpoint: {k} {stored[k]}" for k in stored if k not in wanted]
+    faults += [
+        f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
+        for name in wanted
+        if name in stored and stored[name] != wanted[name]
+    ]
+    if faults:
+        raise LayoutError(faults)
+
+
+def _info(leaf: Any) -> ArrayInfo:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return ArrayInfo(tuple(np.shape(leaf)), str(dtype))
+
+
+def _names(state: Any) -> list[tuple[str, int]]:
+    """Returns (canonical name, index of the leaf in flatten order) for each leaf."""
+    root: dict[Any, Any] = {}
+    paths, _ = tree_util.tree_flatten_with_path(state)
+    for index, (path, _) in enumerate(paths):
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = index
+    return [(trees.SEPARATOR.join(path), index) for path, index in _visit(root)]
+
+
+def _visit(node: dict[Any, Any] | int) -> list[tuple[_Path, int]]:
+    if isinstance(node, int):
+        return [((), node)]
+    taken: set[str] = set()
+    entries: list[tuple[_Path, int]] = []
+    for key, child in node.items():
+        prefix = () if _is_silent(key) else (trees.key_name(key),)
+        own = [(prefix + path or (_UNNAMED,), index) for path, index in _visit(child)]
+        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path, _ in own)}
+        taken.update(renamed.values())
+        entries += [((renamed[path[0]], *path[1:]), index) for path, index in own]
+    return entries
+
+
+def _is_silent(key: object) -> bool:
+    match key:
+        case tree_util.SequenceKey() | tree_util.FlattenedIndexKey():
+            return True
+        case tree_util.GetAttrKey(name=name):
+            return name in _WRAPPERS
+    return False
+
+
+def _free(part: str, taken: set[str]) -> str:
+    name, number = part, 1
+    while name in taken:
+        number += 1
+        name = f"{part}~{number}"
+    return name

@@ -1,0 +1,88 @@
+"""The one module that imports Orbax: arrays and a JSON document, written as one atomic step.
+
+`AsyncCheckpointer` is used directly, not `CheckpointManager`: the manager keeps its own list of
+steps, refuses (returns False) steps below its newest even when that one is damaged, and infers its
+layout from the newest folder. Which steps exist and which are deleted is decided in `store.py`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxdist import trees
+from jaxdist.checkpoint.folder import METADATA_ITEM, STATE_ITEM
+
+# Below this many bytes the replicas of an array are not split over the processes that write it:
+# each split compiles a slice for each device, at the first save, while training waits.
+_SPLIT_BYTES = 1 << 20
+
+
+def _type_handlers() -> Any:
+    """Returns how leaves are written: arrays of any sharding, and host arrays by process 0."""
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=jax.process_count() > 1,
+        min_slice_bytes_for_replica_parallel=_SPLIT_BYTES,
+    )
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+
+
+class OrbaxBackend:
+    """Writes in the background, one step at a time; every process must make the same calls."""
+
+    def __init__(self, *, timeout_s: int):
+        handler = ocp.CompositeCheckpointHandler(
+            **{
+                STATE_ITEM: ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers()),
+                METADATA_ITEM: ocp.JsonCheckpointHandler(),
+            }
+        )
+        options = ocp.AsyncOptions(timeout_secs=timeout_s)
+        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def start(self, path: Path, arrays: Mapping[str, Any], document: Mapping[str, Any]) -> None:
+        """Begin to write; returns once the arrays are copied, so that they may be donated.
+
+        Raises:
+          Exception: whatever Orbax or the disk raised; `path` does not exist then.
+        """
+        leaves = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in arrays.items()}
+        items = {
+            STATE_ITEM: ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
+            METADATA_ITEM: ocp.args.JsonSave(dict(document)),
+        }
+        self._checkpointer.save(path.absolute(), args=ocp.args.Composite(**items))
+
+    def finish(self) -> None:
+        """Wait until the running write is committed; raises its error, if any."""
+        self._checkpointer.wait_until_finished()
+
+    def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Returns the arrays of a step, each read straight into the sharding of its abstract array.
+
+        Raises:
+          Exception: whatever Orbax or TensorStore raised (types and texts vary with the damage).
+        """
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            )
+            for name, leaf in abstract.items()
+        }
+        item = ocp.args.PyTreeRestore(
+            trees.unflatten_names(abstract), restore_args=trees.unflatten_names(restore_args)
+        )
+        # Always Composite: with other arguments Orbax guesses the layout from what it finds.
+        restored = self._checkpointer.restore(
+            path.absolute(), args=ocp.args.Composite(**{STATE_ITEM: item})
+        )
+        return trees.flatten_names(restored[STATE_ITEM])
+
+    def close(self) -> None:
+        """Wait for the running write and stop Orbax's threads."""
+        self._checkpointer.close()

@@ -1,0 +1,333 @@
+"""The checkpoints of one run: when to save, saving beside training, keeping, restoring.
+
+Orbax is imported on first use (or by `preload` in a background thread while XLA compiles).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdist import extras, trees
+from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint import layout
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.folder import CheckpointError
+
+# With several processes, process 0's clock decides for all; asking it costs a collective, so the
+# time rule is looked at only at multiples of this many steps.
+CLOCK_STEPS = 10
+_MAX_CANDIDATES = 64  # newest steps that `restore` tries; fixed, as it is the shape of a broadcast
+_HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveResult:
+    """How one save ended.
+
+    With `ok` the step is committed; an `error` beside it says that old steps were not deleted.
+    """
+
+    step: int
+    ok: bool
+    error: CheckpointError | None
+    seconds: float  # from the call of `save` until committed or failed
+    bytes: int  # of the arrays, each counted once over all processes, before compression
+    blocked_s: float  # seconds that the caller of `save` was held, the wait below included
+    waited_s: float  # seconds of it spent waiting for the save before; 0.0 if none was running
+
+
+class Restored(NamedTuple):
+    """A state in the target shardings, and the metadata that was saved with it."""
+
+    state: Any
+    metadata: dict[str, Any]
+
+
+def preload() -> None:
+    """Import Orbax (a second or two), so that the first save or restore does not wait for it."""
+    _orbax_backend()
+
+
+def _orbax_backend() -> Any:
+    return extras.load("jaxdist.checkpoint.orbax_backend")
+
+
+class CheckpointStore:
+    """Saves and restores states under `folder/<step>/`.
+
+    With several processes each makes the same calls in the same order (`save`, `restore` and
+    `should_save` communicate); process 0 alone deletes. One store may write to a folder at a time:
+    with mode "write" the leftovers of dead saves are deleted here. Mode "read" changes nothing.
+    Always `close` (or use `with`): a save that still runs when the interpreter ends is lost.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        config: CheckpointConfig,
+        *,
+        mode: Literal["write", "read"] = "write",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.folder = Path(folder).absolute()
+        self.config = config
+        self.mode = mode
+        self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
+        self._clock = clock
+        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last_step: int | None = None  # saved or restored; not due again
+        self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
+        self._now: float | None = None
+        if mode == "write" and jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            folders.remove_leftovers(self.folder)
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending, as they are on disk now."""
+        return folders.list_steps(self.folder)
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def should_save(self, step: int, now: float, *, last: bool = False) -> bool:
+        """Returns whether a save is due after `step`; remembers `now` as the time of the save.
+
+        Args:
+          step: updates finished. A step that was just saved or restored is never due.
+          now: seconds on any steady clock, the same one in each call; the first call starts it.
+          last: whether training ends here (then `save_at_end` counts too).
+        """
+        self._now = now
+        if self._last_save is None:
+            self._last_save = now
+        every = self.config.every_steps
+        due = (every > 0 and step % every == 0) or (last and self.config.save_at_end)
+        due = due or self._time_is_up(step, now - self._last_save)
+        return due and step != self._last_step
+
+    def _time_is_up(self, step: int, elapsed_s: float) -> bool:
+        if self.config.every_minutes <= 0:
+            return False
+        up = elapsed_s >= 60 * self.config.every_minutes
+        if jax.process_count() == 1:
+            return up
+        if step % CLOCK_STEPS:
+            return False
+        return bool(multihost_utils.broadcast_one_to_all(np.asarray(up)))
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Start to save `state` and `metadata` as one unit; the outcome comes from `poll`.
+
+        Returns once the arrays are copied to the host: they may be donated right after. If the save
+        before is still running, waits for it first (`SaveResult.waited_s`).
+
+        Args:
+          metadata: JSON values: data position, config fingerprint, versions, ...
+
+        Raises:
+          TypeError, ValueError: `metadata` is not JSON, or the store is read-only. A disk or Orbax
+            error is never raised here, it is a `SaveResult`.
+        """
+        if self.mode != "write":
+            raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
+        arrays = layout.to_canonical(state)
+        document = folders.describe(step, layout.describe(arrays), metadata)
+        started = self._clock()
+        running = self._thread is not None and self._thread.is_alive()
+        self.wait()
+        waited_s = self._clock() - started if running else 0.0
+        self._last_step, self._last_save = step, self._now
+        error = self._start(step, arrays, document)
+        finish = functools.partial(
+            self._finish,
+            error,
+            SaveResult(
+                step=step,
+                ok=True,
+                error=None,
+                seconds=0.0,
+                bytes=trees.tree_bytes(arrays),
+                blocked_s=self._clock() - started,
+                waited_s=waited_s,
+            ),
+            started,
+        )
+        if error is not None or not self.config.asynchronous:
+            finish()
+            return
+        self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def _start(self, step: int, arrays: Mapping[str, Any], document: dict) -> Exception | None:
+        try:
+            if jax.process_index() == 0:
+                self._make_room(step)
+            self._backend.start(folders.step_path(self.folder, step), arrays, document)
+        except Exception as error:  # training goes on, the caller hears of it
+            return error
+        self.bad_steps.pop(step, None)
+        return None
+
+    def _make_room(self, step: int) -> None:
+        # If this fails, so does the save: in all processes, instead of leaving them at a barrier.
+        with contextlib.suppress(OSError):
+            folders.remove_leftovers(self.folder)  # of failed saves: they eat the rest of the disk
+            if step in self.bad_steps or step in folders.torn_steps(self.folder):
+                folders.set_aside(self.folder, step)
+
+    def _finish(self, error: Exception | None, result: SaveResult, started: float) -> None:
+        """Wait for the commit, delete what has expired and report; runs in the save's thread."""
+        try:
+            if error is None:
+                self._backend.finish()
+        except Exception as raised:
+            error = raised
+        problem = None
+        if error is not None:
+            problem = _wrap(f"step {result.step} was not saved", error)
+            self._last_step = None  # so that a save at the end is tried again
+        try:
+            self._tidy(result.step, committed=error is None)
+        except OSError as raised:
+            problem = problem or _wrap("old checkpoints were not deleted", raised)
+        now = self._clock()
+        self._results.put(
+            dataclasses.replace(
+                result,
+                ok=error is None,
+                error=problem,
+                seconds=now - started,
+                blocked_s=result.blocked_s if self._in_background() else now - started,
+            )
+        )
+
+    def _in_background(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _tidy(self, step: int, *, committed: bool) -> None:
+        if jax.process_index() != 0:
+            return
+        if not committed:
+            folders.remove_leftovers(self.folder)
+            return
+        good = [known for known in self.steps() if known not in self.bad_steps]
+        keep_last, keep_every = self.config.keep_last, self.config.keep_every
+        for old in folders.expired(good, newest=step, keep_last=keep_last, keep_every=keep_every):
+            folders.remove_step(self.folder, old)
+
+    def poll(self) -> list[SaveResult]:
+        """Returns the saves that ended since the last call, oldest first, without waiting."""
+        results = []
+        while not self._results.empty():
+            results.append(self._results.get())
+        return results
+
+    def wait(self) -> None:
+        """Wait until no save is running; how it ended comes from `poll`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+        """Returns the state of `step`, or of the newest step that can be read.
+
+        Each array is read straight into its target sharding: any mesh, any number of devices or
+        processes. Steps that cannot be read are noted in `bad_steps`.
+
+        Args:
+          abstract_state: leaves with shape, dtype and sharding.
+
+        Raises:
+          layout.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
+          CheckpointError: there is no (usable) checkpoint; `steps` says why for each one tried.
+        """
+        _require_shardings(layout.to_canonical(abstract_state))
+        self.wait()
+        candidates = self._candidates() if step is None else [step]
+        if not candidates:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        failures: dict[int, str] = {}
+        for candidate in candidates:
+            restored, reason = self._attempt(candidate, abstract_state)
+            if restored is not None:
+                self._last_step = candidate
+                return restored
+            failures[candidate] = self.bad_steps[candidate] = reason
+        tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
+        raise CheckpointError(f"no usable checkpoint in {self.folder}:\n{tried}", failures)
+
+    def _candidates(self) -> list[int]:
+        """Returns the steps to try, newest first, torn ones too; process 0 decides for all."""
+        found = self.steps() + folders.torn_steps(self.folder)
+        newest = sorted(found, reverse=True)[:_MAX_CANDIDATES]
+        if jax.process_count() == 1:
+            return newest
+        padded = np.full(_MAX_CANDIDATES, -1, np.int32)
+        padded[: len(newest)] = newest
+        return [int(s) for s in multihost_utils.broadcast_one_to_all(padded) if s >= 0]
+
+    def _attempt(self, step: int, abstract_state: Any) -> tuple[Restored | None, str]:
+        """Returns (the restored, "") if all processes could read `step`, else (None, reason)."""
+        restored, reason = None, "another process could not read it"
+        try:
+            info = folders.read_step(self.folder, step)
+            layout.check(info.arrays, abstract_state)
+            path = folders.step_path(self.folder, step)
+            arrays = self._backend.read(path, layout.to_canonical(abstract_state))
+            restored = Restored(layout.from_canonical(arrays, abstract_state), info.metadata)
+        except layout.LayoutError:
+            raise  # not damage: an older step would not fit either, and must not win silently
+        except Exception as error:  # Orbax and TensorStore raise many types for the same damage
+            reason = _short(error)
+        if jax.process_count() > 1:
+            all_read = multihost_utils.process_allgather(np.asarray(restored is not None)).all()
+            restored = restored if all_read else None
+        return restored, reason
+
+    @functools.cached_property
+    def _backend(self) -> Any:
+        return _orbax_backend().OrbaxBackend(timeout_s=self.config.timeout_s)
+
+    def close(self) -> None:
+        """Wait for the running save and release threads; `poll` still gives its result."""
+        self.wait()
+        if "_backend" in self.__dict__:
+            self._backend.close()
+            del self._backend
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _require_shardings(abstract: Mapping[str, Any]) -> None:
+    bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
+    if bare:
+        raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
+
+
+def _wrap(message: str, cause: Exception) -> CheckpointError:
+    error = CheckpointError(f"{message}: {_short(cause)}")
+    error.__cause__ = cause
+    return error
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if len(text) > _HEAD_CHARS + _TAIL_CHARS:
+        text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,417 @@
+"""Typed configuration: frozen dataclasses <-> ConfigDict, overrides, help, diff, fingerprint.
+
+A component declares its options as a frozen dataclass whose fields carry one default and a trailing
+comment with meaning, unit and legal range. The dataclass is the schema; ConfigDict is only the form
+that config files and the command line edit. Nothing here imports jax.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import fnmatch
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ml_collections import ConfigDict
+
+from jaxdist import annotations
+
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
+MISSING = dataclasses.MISSING
+
+_T = TypeVar("_T")
+
+
+class ConfigError(ValueError):
+    """All faults of a configuration: one line each, with what is given, required, and to change."""
+
+    def __init__(self, faults: str | Iterable[str]):
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        super().__init__(self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One leaf option: its dotted path, type annotation, default (or MISSING) and meaning."""
+
+    path: str
+    type: object
+    default: object
+    doc: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One difference between two configurations; MISSING stands for an absent key."""
+
+    path: str
+    old: object
+    new: object
+
+    def __str__(self) -> str:
+        old, new = ("(absent)" if v is MISSING else repr(v) for v in (self.old, self.new))
+        return f"{self.path}: {old} -> {new}"
+
+
+Schema = dict[str, Field]
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
+    choices = list(choices)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
+        leaf = name.rpartition(".")[2]
+        near = [choice for choice in choices if choice.rpartition(".")[2] == leaf][:1]
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+# --- Schemas -----------------------------------------------------------------------------------
+
+
+def schema_of(cls: type, prefix: str = "") -> Schema:
+    """Returns the leaves of a component: `{dotted path: Field}`, in source order.
+
+    `cls` is a frozen dataclass (nested dataclasses become groups), or any other class, whose
+    options are the annotated parameters of `__init__` except `rngs`. A dataclass field annotated
+    as a Mapping is an open group: it has no leaves here, its owner adds them.
+    """
+    if dataclasses.is_dataclass(cls):
+        return {field.path: field for field in _dataclass_fields(cls, prefix, MISSING)}
+    return {field.path: field for field in _parameter_fields(cls, prefix)}
+
+
+def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field]:
+    """Yields leaves; an owner's default `instance` of a group beats the group's own defaults."""
+    hints, docs = typing.get_type_hints(cls), annotations.docs(cls)
+    for item in dataclasses.fields(cls):
+        path, annotation = prefix + item.name, hints[item.name]
+        default = _default(item) if instance is MISSING else getattr(instance, item.name)
+        if dataclasses.is_dataclass(annotation):
+            yield from _dataclass_fields(annotation, path + ".", default)
+        elif not _is_open_group(annotation):
+            yield Field(path, annotation, default, docs.get(item.name, ""))
+
+
+def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
+    init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
+    hints, docs = typing.get_type_hints(init), annotations.docs(init)
+    for name, parameter in inspect.signature(init).parameters.items():
+        if name in hints and name != "rngs" and parameter.kind is not parameter.VAR_KEYWORD:
+            default = MISSING if parameter.default is parameter.empty else parameter.default
+            yield Field(prefix + name, hints[name], default, docs.get(name, ""))
+
+
+def _default(item: dataclasses.Field) -> object:
+    return item.default_factory() if item.default_factory is not MISSING else item.default
+
+
+def _is_open_group(annotation: object) -> bool:
+    origin = typing.get_origin(annotation) or annotation
+    return isinstance(origin, type) and issubclass(origin, (Mapping, ConfigDict))
+
+
+# --- Values ------------------------------------------------------------------------------------
+
+
+def parse_value(text: str, field: Field) -> Any:
+    """Returns the text of `--config.path=text` as the field's type.
+
+    Tuples are written `1,2` or `(1, 2)`; booleans true/false/1/0/yes/no; absence `none`.
+
+    Raises:
+      ConfigError: naming the field, the text and what is required.
+    """
+    try:
+        return annotations.parse(text, field.type)
+    except annotations.Mismatch as mismatch:
+        raise ConfigError(_wrong(field, text, mismatch)) from None
+
+
+def _wrong(field: Field, value: object, mismatch: annotations.Mismatch) -> str:
+    choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
+    hint = suggest(value, choices) if isinstance(value, str) else ""
+    return f"config.{field.path}: got {value!r}, required {mismatch}.{hint}"
+
+
+def _unknown(path: str, schema: Iterable[str]) -> str:
+    inside = [f"config.{name}" for name in schema if name.startswith(path + ".")]
+    if inside:
+        return f"config.{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
+    hint = suggest(path, schema).replace("mean ", "mean config.")
+    return f"config.{path}: no such field.{hint or ' --help with this --config lists all fields.'}"
+
+
+# --- Dataclasses <-> ConfigDict ------------------------------------------------------------------
+
+
+def to_config_dict(instance: object) -> ConfigDict:
+    """Returns a dataclass instance as a nested, locked ConfigDict; tuples stay tuples."""
+    return ConfigDict(_to_dict(instance)).lock()
+
+
+def _to_dict(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (Mapping, ConfigDict)):
+        return {key: _to_dict(item) for key, item in value.items()}
+    return value
+
+
+def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
+    """Returns `{path: value}` for every field of the schema, checked and converted to its type.
+
+    Raises:
+      ConfigError: with every unknown path, wrong type and missing required field.
+    """
+    given, values = flatten(config), {}
+    faults = [_unknown(path, schema) for path in given if path not in schema]
+    for path, field in schema.items():
+        value = given.get(path, field.default)
+        if value is MISSING:
+            faults.append(f"config.{path}: not set, required {annotations.describe(field.type)}.")
+            continue
+        try:
+            values[path] = annotations.convert(value, field.type)
+        except annotations.Mismatch as mismatch:
+            faults.append(_wrong(field, value, mismatch))
+    if faults:
+        raise ConfigError(faults)
+    return values
+
+
+def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
+    """Returns the dataclass that a configuration describes; absent fields take their defaults.
+
+    A ValueError of a `__post_init__` counts as a fault of its group.
+
+    Raises:
+      ConfigError: with all faults at once.
+    """
+    given = flatten(config)
+    groups = tuple(group + "." for group in _open_groups(cls))
+    closed = {path: value for path, value in given.items() if not path.startswith(groups)}
+    values = resolve(closed, schema_of(cls))
+    faults: list[str] = []
+    instance = _build(cls, given | values, "", faults)
+    if faults:
+        raise ConfigError(faults)
+    return typing.cast(_T, instance)
+
+
+def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> object:
+    hints, arguments, before = typing.get_type_hints(cls), {}, len(faults)
+    for item in dataclasses.fields(cls):
+        path, annotation = prefix + item.name, hints[item.name]
+        if dataclasses.is_dataclass(annotation):
+            group = typing.cast(type, annotation)
+            arguments[item.name] = _build(group, values, path + ".", faults)
+        elif _is_open_group(annotation):
+            inside = {p[len(path) + 1 :]: v for p, v in values.items() if p.startswith(path + ".")}
+            arguments[item.name] = unflatten(inside) if inside else _default(item)
+        else:
+            arguments[item.name] = values[path]
+    if len(faults) > before:
+        return None
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        faults.extend(error.faults)
+    except ValueError as error:
+        faults.append(f"config.{prefix.rstrip('.')}: {error}" if prefix else str(error))
+    return None
+
+
+def _open_groups(cls: type, prefix: str = "") -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        annotation = hints[item.name]
+        if dataclasses.is_dataclass(annotation):
+            yield from _open_groups(typing.cast(type, annotation), f"{prefix}{item.name}.")
+        elif _is_open_group(annotation):
+            yield prefix + item.name
+
+
+# --- Files and the command line ------------------------------------------------------------------
+
+
+def packaged_folders() -> tuple[Path, ...]:
+    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's `configs`."""
+    package = Path(__file__).resolve().parent
+    shipped, checkout = package / "_configs", package.parent / "configs"
+    if shipped.is_dir():
+        return (shipped,)
+    return (checkout,) if (package.parent / "pyproject.toml").is_file() else ()
+
+
+def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
+    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or `PATH.py:ARGUMENT`.
+
+    A path wins, then a packaged name (`-` and `_` are equal). The file's `get_config(argument)` is
+    executed: config files are the user's own Python. It may return a dataclass instance instead.
+
+    Raises:
+      ConfigError: no such config (with the nearest name), or the file fails (with file and line).
+    """
+    path, argument = _find(spec, folders)
+    module = _execute(path)
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise ConfigError(f"{path}: no get_config. Define get_config(argument=None) -> ConfigDict.")
+    takes_argument = bool(inspect.signature(get_config).parameters)
+    if argument is not None and not takes_argument:
+        raise ConfigError(f"--config={spec}: {path.name} takes no argument. Remove ':{argument}'.")
+    with _faults_of(path):
+        config = get_config(argument) if takes_argument else get_config()
+    if dataclasses.is_dataclass(config):
+        return to_config_dict(config)
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: get_config returned {type(config).__name__}, not a ConfigDict.")
+    return config.lock()
+
+
+def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
+    name, colon, argument = spec.partition(":")
+    given = argument if colon else None
+    if Path(name).is_file():
+        return Path(name).resolve(), given
+    packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
+    stem = name.removesuffix(".py").replace("-", "_")
+    if stem in packaged:
+        return packaged[stem], given
+    if "/" in name or name.endswith(".py"):
+        raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
+    known = ", ".join(sorted(packaged)) or "(none)"
+    hint = suggest(stem, packaged)
+    raise ConfigError(f"--config={spec}: no packaged config {name!r}.{hint} There are: {known}.")
+
+
+def _execute(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and inspect look their module up here
+    with _faults_of(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turns an exception of a config file into a ConfigError that names the line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", 1)
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {words}") from error
+
+
+def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Schema) -> None:
+    """Sets `--config.path=text` values in place, parsed by the schema's types.
+
+    Raises:
+      ConfigError: with the faults of all overrides; then nothing is changed.
+    """
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    for path, text in overrides.items():
+        try:
+            if path not in schema:
+                raise ConfigError(_unknown(path, schema))
+            values[path] = parse_value(text, schema[path])
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise ConfigError(faults)
+    for path, value in values.items():
+        *groups, name = path.split(".")
+        owner = config
+        for group in groups:
+            if group not in owner:
+                with owner.unlocked():
+                    owner[group] = ConfigDict()
+            owner = owner[group]
+        with owner.unlocked(), owner.ignore_type():
+            owner[name] = value
+
+
+def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
+    """Returns a line per field: `--config.path  type  = the config's value  meaning`."""
+    given = flatten(config)
+    rows = []
+    for path, field in schema.items():
+        value = given.get(path, field.default)
+        shown = "(required)" if value is MISSING else repr(value)
+        rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
+    widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]
+    return "\n".join((_row(row[:3], widths) + row[3]).rstrip() for row in rows)
+
+
+def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
+    return "".join(cell.ljust(width) + "  " for cell, width in zip(cells, widths, strict=True))
+
+
+# --- Comparing -----------------------------------------------------------------------------------
+
+
+def flatten(config: Mapping | ConfigDict) -> dict[str, Any]:
+    """Returns `{dotted path: leaf}`; a mapping that is flat already comes back as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, (Mapping, ConfigDict)):
+            flat |= {f"{key}.{path}": leaf for path, leaf in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the nested dict of `{dotted path: leaf}`: the inverse of `flatten`."""
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *groups, name = path.split(".")
+        owner = nested
+        for group in groups:
+            owner = owner.setdefault(group, {})
+        owner[name] = value
+    return nested
+
+
+def diff(old: Mapping | ConfigDict, new: Mapping | ConfigDict) -> list[Change]:
+    """Returns what differs, by path; a list equals a tuple, as one has been through JSON."""
+    before, after = flatten(old), flatten(new)
+    changes = (Change(p, before.get(p, MISSING), after.get(p, MISSING)) for p in before | after)
+    return [change for change in changes if _plain(change.old) != _plain(change.new)]
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def fingerprint(flat: Mapping[str, Any], *, ignore: Collection[str] = ()) -> str:
+    """Returns the sha256 hex digest of a configuration without the paths that match `ignore`.
+
+    `ignore` holds fnmatch patterns such as `mesh.*`. The order of the keys does not matter.
+    """
+    kept = {
+        path: value
+        for path, value in flatten(flat).items()
+        if not any(fnmatch.fnmatchcase(path, pattern) for pattern in ignore)
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

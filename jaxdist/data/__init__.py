@@ -1,0 +1,18 @@
+"""Data: corpora, tokenizers, token files, and samples in an order that depends on nothing else
+than (seed, global sample index). Device placement is in `jaxdist.data.loader`; the rest needs no
+jax."""
+
+from jaxdist.data.dataset import Dataset, SourceError
+from jaxdist.data.opening import open_dataset
+from jaxdist.data.options import DataConfig
+from jaxdist.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "DataConfig",
+    "Dataset",
+    "SourceError",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_dataset",
+]

@@ -1,0 +1,88 @@
+"""Byte-level BPE through the `tokenizers` package (extra `text`); load it with `extras.load`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxdist.config import ConfigError
+from jaxdist.data.tokenizer import digest
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Names under which published vocabularies hold the end of a document; the first one present wins.
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
+# More text than this hardly changes the merges of vocabularies up to 64k; it bounds the time.
+TRAINING_CHARACTERS = 100_000_000
+
+
+class BpeTokenizer:
+    """A tokenizer.json file."""
+
+    def __init__(self, content: str, name: str):
+        self.content, self.name = content, name
+        self._tokenizer = Tokenizer.from_str(content)
+        # A document that spells "<|endoftext|>" holds these characters, not the end of a document.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        found = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
+        self.end_of_document: int | None = next((i for i in found if i is not None), None)
+        self.fingerprint = digest(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, [length] int32."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, [length] int32, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of ids; special ids leave nothing."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def load(path: Path) -> BpeTokenizer:
+    """Returns the tokenizer of a tokenizer.json file.
+
+    Raises:
+      ConfigError: where the file is no such thing.
+    """
+    try:
+        return BpeTokenizer(path.read_text(encoding="utf-8"), f"{path.parent.name}/{path.name}")
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigError(
+            f"data.tokenizer={path}: not a tokenizer.json that `tokenizers` reads: {error}"
+        ) from error
+
+
+def train(texts: Sequence[Iterable[str]], size: int) -> str:
+    """Returns the tokenizer.json of a byte-level BPE with `size` ids.
+
+    Args:
+      texts: of each source; of each, the first TRAINING_CHARACTERS / number of sources are used.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so that every text can be encoded
+        show_progress=False,
+    )
+    share = TRAINING_CHARACTERS // len(texts)
+    tokenizer.train_from_iterator(chain(*(_capped(source, share) for source in texts)), trainer)
+    return tokenizer.to_str()
+
+
+def _capped(texts: Iterable[str], left: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return

@@ -1,0 +1,178 @@
+"""The token cache: a text corpus tokenised once, kept as files, found again by what it was made of.
+
+`<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the other),
+`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group), `ids.txt` (their
+ids, a JSON text per line) and `meta.json`. The folder appears whole or not at all.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.data.corpora import Corpus, Document
+from jaxdist.data.formats import TokenFile, TokenStore, group_of
+from jaxdist.data.tokenizer import Tokenizer, digest
+
+VERSION = 1  # of the layout above; part of the key
+_BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
+_PROGRESS_S = 5.0
+
+Log = Callable[[str], None]
+
+
+def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) -> TokenStore:
+    """Returns the corpus as tokens, from `folder` if they are there, else made and kept there.
+
+    Each document ends with the tokenizer's end-of-document id, if it has one.
+
+    Raises:
+      ConfigError: where the corpus is empty or the folder cannot be written.
+    """
+    key = digest(VERSION, corpus.name, corpus.stamp, tokenizer.fingerprint)[:16]
+    target = folder / f"tokens-{key}"
+    with one_builder(target, log):
+        store = _load(target, corpus.name)
+        if store is None:
+            _build(corpus, tokenizer, target, log)
+            store = _load(target, corpus.name)
+            assert store is not None, target
+    return store
+
+
+@contextlib.contextmanager
+def one_builder(target: Path, log: Log) -> Iterator[None]:
+    """Holds the lock of `target`, so that processes of one machine do its work once.
+
+    Raises:
+      ConfigError: where the folder cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{target}.lock", "w")  # noqa: SIM115  closed below; closing releases it
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir={target.parent}: cannot be written ({error}). Set data.cache_dir."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"data: waiting for another process that makes {target.name}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: the work may be done twice, the rename still wins
+        yield
+
+
+def _load(target: Path, name: str) -> TokenStore | None:
+    """Returns the store of a cache folder; None where it is absent or damaged."""
+    try:
+        meta = json.loads((target / "meta.json").read_text())
+        documents = np.load(target / "documents.npy", allow_pickle=False)
+        file = TokenFile(target / "tokens.bin", meta["dtype"], count=meta["tokens"])
+    except (OSError, ValueError, KeyError):
+        return None
+    length, num_bytes, group = documents.T
+    if length.sum() != meta["tokens"] or len(documents) != meta["documents"]:
+        return None
+    return TokenStore(
+        name,
+        (file,),
+        file=np.zeros(len(documents), np.int32),
+        start=np.cumsum(length) - length,
+        length=length,
+        group=group.astype(np.uint8),
+        num_bytes=num_bytes,
+        max_id=meta["max_id"],
+        fingerprint=meta["fingerprint"],
+    )
+
+
+def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None:
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        _write(corpus, tokenizer, part, log)
+        if target.exists():  # _load refused it
+            log(f"data: {target} is damaged; made again")
+            shutil.rmtree(target)
+        part.rename(target)
+    except OSError as error:
+        if not (target / "meta.json").is_file():  # not just another process that was faster
+            raise ConfigError(
+                f"data.cache_dir={target.parent}: cannot write {target.name} ({error}). "
+                "Free space there or set data.cache_dir."
+            ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
+    vocab = tokenizer.vocab_size
+    dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+    rows: list[tuple[int, int, int]] = []
+    content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
+    progress_s = begin_s
+    with (part / "tokens.bin").open("wb") as tokens, (part / "ids.txt").open("w") as names:
+        for batch in _batches(corpus):
+            texts = [document.text for document in batch]
+            ids = [_ended(i, tokenizer) for i in tokenizer.encode_documents(texts)]
+            block = np.concatenate(ids).astype(dtype)
+            content.update(block.data)
+            tokens.write(block.data)
+            max_id = max(max_id, int(block.max(initial=0)))
+            groups = group_of(document.id for document in batch)
+            sizes = (len(text.encode("utf-8", "replace")) for text in texts)
+            rows += zip(map(len, ids), sizes, groups.tolist(), strict=True)
+            names.writelines(json.dumps(document.id) + "\n" for document in batch)
+            if time.monotonic() - progress_s > _PROGRESS_S:
+                progress_s = time.monotonic()
+                log(f"data: {_amount(rows)} after {progress_s - begin_s:.0f} s")
+    if not rows:
+        raise ConfigError(f"data.source: {corpus.name} has no documents. Set data.path.")
+    table = np.asarray(rows, np.int64)
+    np.save(part / "documents.npy", table)
+    meta = {
+        "version": VERSION,
+        "corpus": corpus.name,
+        "summary": corpus.summary,
+        "tokenizer": tokenizer.fingerprint,
+        "dtype": dtype.str,
+        "documents": len(rows),
+        "tokens": int(table[:, 0].sum()),
+        "max_id": max_id,
+        "fingerprint": digest(content.hexdigest(), hashlib.sha256(table.tobytes()).hexdigest()),
+    }
+    (part / "meta.json").write_text(json.dumps(meta, indent=1))
+    log(f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}")
+
+
+def _amount(rows: list[tuple[int, int, int]]) -> str:
+    tokens, size = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    return f"{len(rows)} documents, {size / 1e6:.2f} MB, {tokens} tokens"
+
+
+def _ended(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    end = tokenizer.end_of_document
+    return ids if end is None else np.append(ids, end)
+
+
+def _batches(corpus: Corpus) -> Iterator[list[Document]]:
+    """Yields the documents in lists of about _BATCH_CHARACTERS characters."""
+    documents = iter(corpus.documents())
+    while first := next(documents, None):
+        batch, size = [first], len(first.text)
+        while size < _BATCH_CHARACTERS and (document := next(documents, None)):
+            batch.append(document)
+            size += len(document.text)
+        yield batch

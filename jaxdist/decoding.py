@@ -1,0 +1,325 @@
+"""Text from a model: prefill, then token by token against a sharded cache, in one program.
+
+The model gives `init_cache(B, S)` and `decode(tokens_BT, cache) -> (logits_BTV, cache)`, where
+`cache.length` [B] may be set back: what lies beyond it is never read. So prompts of unequal length
+are padded on the right. A model with a longest sequence says so as `max_length`.
+
+Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import precision, sharding
+from jaxdist.config import ConfigError
+from jaxdist.sharding import Rules
+
+Tree = Any  # nested dicts of arrays
+_SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen: temperature, then top_k, then top_p."""
+
+    temperature: float = 1.0  # logits are divided by it; 0 = always the likeliest token
+    top_k: int = 0  # only the k likeliest tokens, ties with the last included; 0 = all
+    top_p: float = 1.0  # only the likeliest tokens that together reach this probability, (0, 1]
+    end_token: int | None = None  # id that ends a text; None: only the length does
+
+    def faults(self) -> list[str]:
+        """Returns what is wrong with the values, each with its cure."""
+        found = []
+        if not 0 <= self.temperature < float("inf"):
+            found.append(f"temperature={self.temperature}: must be >= 0; 0 is greedy")
+        if self.top_k < 0:
+            found.append(f"top_k={self.top_k}: must be >= 0; 0 allows all tokens")
+        if not 0 < self.top_p <= 1:
+            found.append(f"top_p={self.top_p}: must be in (0, 1]; 1 allows all tokens")
+        return found
+
+
+class Generation(NamedTuple):
+    """What followed one prompt."""
+
+    tokens: np.ndarray  # [at most M] int32, without the end token
+    ended: bool  # by the end token, not by the length
+
+
+class Spec(Protocol):
+    """What is needed of a model (`jaxdist.training.state.ModelSpec` has it)."""
+
+    @property
+    def names(self) -> Tree:
+        """The logical names of the parameters."""
+
+    def assemble(self, trainable: Tree, model_state: Tree) -> Any:
+        """Returns the model with these arrays in it."""
+
+
+class Generate(Protocol):
+    """A built generator."""
+
+    def __call__(
+        self,
+        trainable: Tree,
+        model_state: Tree,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig = ...,
+        seed: int = 0,
+        samples: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Returns what follows each prompt.
+
+        A token is drawn with a key made of (seed, sample, position in its text), so neither the
+        mesh nor the other prompts of the call change it.
+
+        Args:
+          prompts: token ids, each at least one.
+          max_tokens: new tokens at most, M.
+          samples: the prompts' sample numbers, distinct for distinct draws; default 0, 1, ...
+
+        Raises:
+          ConfigError: an empty prompt, a text beyond the model's longest, illegal settings.
+        """
+
+
+def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "float32") -> Generate:
+    """Returns the generator of a model on a mesh.
+
+    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer lengths) and
+    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, kv heads
+    over tensor.
+    """
+    program = partial(_generate, spec, compute)
+
+    def run(*args, **sizes):
+        with sharding.activate(mesh, rules), precision.computing_in(compute):
+            return program(*args, **sizes)
+
+    whole = NamedSharding(mesh, P())
+    compiled = jax.jit(run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole)
+
+    def generate(
+        trainable,
+        model_state,
+        prompts,
+        *,
+        max_tokens,
+        sampling=SamplingConfig(),
+        seed=0,
+        samples=None,
+    ):
+        rows = [np.asarray(prompt, np.int32) for prompt in prompts]
+        longest = _longest(spec, trainable, model_state)
+        numbers = np.arange(len(rows)) if samples is None else np.asarray(samples)
+        _check(rows, numbers, max_tokens, longest, sampling)
+        if not rows:
+            return []
+        prompts_BP, lengths_B = _padded(rows, rules.shape.batch_shards, longest)
+        samples_B = np.resize(numbers, len(lengths_B)).astype(np.int32)
+        capacity = prompts_BP.shape[1] + _bucket(max_tokens)
+        given = _placed((prompts_BP, lengths_B, samples_B), mesh, rules)
+        tokens, counts, ended = jax.device_get(
+            compiled(
+                trainable,
+                model_state,
+                *given,
+                np.int32(len(rows)),
+                np.int32(max_tokens),
+                np.uint32(seed % 2**32),
+                room=_bucket(max_tokens),
+                capacity=capacity if longest is None else min(capacity, longest),
+                sampling=sampling,
+            )
+        )
+        return [
+            Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))
+        ]
+
+    return generate
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+class _Progress(NamedTuple):
+    """What the loop carries."""
+
+    count: jax.Array  # int32: tokens chosen so far in the running rows
+    last_B: jax.Array  # int32: the token that is not yet in the cache
+    cache: Any
+    chosen_BM: jax.Array  # int32
+    counts_B: jax.Array  # int32: tokens chosen in each row
+    done_B: jax.Array
+
+
+def _generate(
+    spec: Spec,
+    compute: str,
+    trainable: Tree,
+    model_state: Tree,
+    prompts_BP: jax.Array,
+    lengths_B: jax.Array,
+    samples_B: jax.Array,
+    num_rows: jax.Array,
+    max_tokens: jax.Array,
+    seed: jax.Array,
+    *,
+    room: int,
+    capacity: int,
+    sampling: SamplingConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the chosen tokens [B, M], how many of them count [B], whether the end was met [B]."""
+    model = _in_compute_dtype(spec, trainable, model_state, compute)
+    B = prompts_BP.shape[0]
+    key = jax.random.key(seed)
+    keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
+    # All but each row's last token go in at once; nobody reads these logits, so XLA drops them.
+    _, cache = model.decode(prompts_BP, model.init_cache(B, capacity))
+    cache = cache._replace(length=lengths_B - 1)
+    last_B = jnp.take_along_axis(prompts_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
+
+    def unfinished(now: _Progress) -> jax.Array:
+        return (now.count < max_tokens) & ~now.done_B.all()
+
+    def one_token(now: _Progress) -> _Progress:
+        logits, cache = model.decode(now.last_B[:, None], now.cache)
+        position_keys_B = jax.vmap(jax.random.fold_in)(keys_B, cache.length)
+        token_B = choose(logits[:, 0], position_keys_B, sampling)
+        chosen_BM = jax.lax.dynamic_update_slice(
+            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.count)
+        )
+        counts_B = now.counts_B + ~now.done_B
+        done_B = now.done_B | _is_end(token_B, sampling)
+        return _Progress(now.count + 1, token_B, cache, chosen_BM, counts_B, done_B)
+
+    padding_B = jnp.arange(B) >= num_rows
+    zeros_B = jnp.zeros(B, jnp.int32)
+    start = _Progress(
+        jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B
+    )
+    end = jax.lax.while_loop(unfinished, one_token, start)
+    return end.chosen_BM, end.counts_B, end.done_B
+
+
+def _is_end(token_B: jax.Array, sampling: SamplingConfig) -> jax.Array:
+    return token_B == (_NO_TOKEN if sampling.end_token is None else sampling.end_token)
+
+
+def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> jax.Array:
+    """Returns one token a row, [B] int32, drawn with the row's own key."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    allowed_BV = restrict(logits_BV / sampling.temperature, sampling)
+    # Drawn where the whole vocabulary lies, so that a row's draw is one device's work.
+    allowed_BV = sharding.shard(allowed_BV, "batch", None)
+    return jax.vmap(jax.random.categorical)(keys_B, allowed_BV).astype(jnp.int32)
+
+
+def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
+    """Returns the logits with -inf where top_k, then top_p (arXiv:1904.09751), rule a token out.
+
+    Tokens that tie with the last one allowed stay, so ranks among equals don't matter.
+    """
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        kth_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
+    if sampling.top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
+        kept_BV = jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf)
+        lowest_B1 = kept_BV.min(-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)
+    return logits_BV
+
+
+def _in_compute_dtype(spec: Spec, trainable: Tree, model_state: Tree, compute: str) -> Any:
+    """Returns the model with its kernels in the compute dtype: each token reads them all.
+
+    The values are those of training, where every product casts its kernel; what float32 parts
+    read (the norms' scales) stays as it is.
+    """
+    model = spec.assemble(trainable, model_state)
+    if not getattr(model, "casts_itself", False):
+        return spec.assemble(precision.cast(trainable, compute), model_state)
+    leaves, structure = jax.tree.flatten(trainable)
+    names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
+    cast = [
+        precision.cast(x, compute) if len(own) > 1 else x
+        for x, own in zip(leaves, names, strict=True)
+    ]
+    return spec.assemble(jax.tree.unflatten(structure, cast), model_state)
+
+
+# --- what goes in ---------------------------------------------------------------------------------
+
+
+def _longest(spec: Spec, trainable: Tree, model_state: Tree) -> int | None:
+    return getattr(spec.assemble(trainable, model_state), "max_length", None)
+
+
+def _check(
+    rows: list[np.ndarray],
+    samples: np.ndarray,
+    max_tokens: int,
+    longest: int | None,
+    sampling: SamplingConfig,
+) -> None:
+    faults = sampling.faults()
+    if samples.shape != (len(rows),):
+        faults.append(f"{samples.size} sample numbers for {len(rows)} prompts; give one a prompt")
+    if max_tokens < 1:
+        faults.append(f"max_tokens={max_tokens}: must be >= 1")
+    empty = [i for i, row in enumerate(rows) if not row.size]
+    faults += [f"prompt {i} is empty; give it at least one token" for i in empty]
+    most = max((row.size for row in rows), default=0)
+    if longest is not None and most + max_tokens > longest:
+        faults.append(
+            f"a prompt of {most} tokens and max_tokens={max_tokens} exceed the model's longest "
+            f"sequence of {longest}; lower max_tokens or shorten the prompt"
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def _padded(
+    rows: list[np.ndarray], shards: int, longest: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts [B, P] with zeros to the right, and their lengths [B]."""
+    per_shard = -(-len(rows) // shards)
+    batch_size = shards * _bucket(per_shard, smallest=1)
+    width = _bucket(max(row.size for row in rows))
+    prompts_BP = np.zeros((batch_size, width if longest is None else min(width, longest)), np.int32)
+    lengths_B = np.ones(batch_size, np.int32)
+    for i, row in enumerate(rows):
+        prompts_BP[i, : row.size], lengths_B[i] = row, row.size
+    return prompts_BP, lengths_B
+
+
+def _bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
+    """Returns the power of two at or above `size`, so that few sizes are compiled."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def _placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
+    """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
+
+    def sharding_of(x: np.ndarray) -> NamedSharding:
+        return NamedSharding(mesh, rules.activation(("batch", None)[: x.ndim], x.shape))
+
+    return [jax.device_put(x, sharding_of(x)) for x in arrays]

@@ -1,0 +1,67 @@
+"""The exact loss over a held-out set: sums and counts are added up, and divided once."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+# Batches that devices may lag behind the host: enough to keep them busy, few enough to fit.
+_IN_FLIGHT = 4
+
+Evaluate = Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
+
+
+class Evaluation(NamedTuple):
+    """The loss over a whole set."""
+
+    loss: float  # nats per weighted target
+    tokens: float  # the targets' weights added up: their number, where each weighs 1
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def bits_per_byte(self, bytes_per_token: float) -> float:
+        """Returns the loss as bits per byte of text, which compares across tokenizers."""
+        return self.loss / (math.log(2) * bytes_per_token)
+
+
+def evaluate(evaluate_fn: Evaluate, state: Any, batches: Iterable[Mapping]) -> Evaluation:
+    """Returns the loss over all batches.
+
+    The batches' float32 sums are added in float64 on the host, so their number and their sizes
+    don't matter, and a last batch may be filled with rows of weight 0. Devices run ahead: a batch's
+    result is read a few batches later.
+
+    Args:
+      evaluate_fn: `TrainStep.evaluate`: (state, batch) -> (loss sum, count), deterministic.
+      batches: device batches; every token once.
+
+    Raises:
+      ValueError: no target has a weight.
+    """
+    sums = list(_lagging(evaluate_fn(state, batch) for batch in batches))
+    total, count = (math.fsum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
+    if count == 0:
+        raise ValueError("the evaluation set has no target with a weight; give it at least one")
+    return Evaluation(total / count, count)
+
+
+def _lagging(results: Iterator[tuple[jax.Array, jax.Array]]) -> Iterator[tuple[float, float]]:
+    """Yields results on the host, each only when the devices have a few more to work on."""
+    waiting: deque[tuple[jax.Array, jax.Array]] = deque()
+    for result in results:
+        waiting.append(result)
+        if len(waiting) > _IN_FLIGHT:
+            yield _on_host(waiting.popleft())
+    yield from map(_on_host, waiting)
+
+
+def _on_host(sums: tuple[jax.Array, jax.Array]) -> tuple[float, float]:
+    total, count = jax.device_get(sums)
+    return float(total), float(count)

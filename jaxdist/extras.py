@@ -1,0 +1,35 @@
+"""Optional packages: loaded by module name, with an error that names the extra to install."""
+
+import importlib
+import types
+
+# The module to load -> the extra of pyproject.toml that brings it.
+EXTRAS = {
+    "datasets": "hf",
+    "libtpu": "aot",
+    "pyarrow": "hf",
+    "tensorboardX": "tensorboard",
+    "tokenizers": "text",
+}
+
+
+def load(module: str, *, extra: str | None = None) -> types.ModuleType:
+    """Returns an imported module that needs an optional package.
+
+    `module` is the package itself, or the one module of ours that wraps it; then `extra` names the
+    extra. By default the table above knows it.
+
+    Raises:
+      ImportError: the package is missing; the text is the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        wanted = extra or EXTRAS.get(module.partition(".")[0]) or EXTRAS.get(missing)
+        if missing == "jaxdist" or wanted is None:
+            raise
+        raise ImportError(
+            f'{missing} is not installed. Install it with: pip install "jaxdist[{wanted}]"',
+            name=missing,
+        ) from error

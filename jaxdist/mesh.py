@@ -1,0 +1,213 @@
+"""The device mesh: six named axes, each with a part inside a slice (ICI) and a part across (DCN).
+
+`mesh.<axis>` is the whole size of an axis; `mesh.dcn.<axis>` says how much of it crosses slices.
+Axes are ordered outermost first, so neighbouring devices end up on `tensor`, which talks most.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from jaxdist.config import ConfigError
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
+CHATTY_AXES = ("expert", "context", "tensor")  # they talk inside every layer: not across DCN
+NOT_YET = ("pipeline", "expert", "context")
+
+
+@dataclass(frozen=True)
+class DcnConfig:
+    """How much of each axis crosses slices; the product is the number of slices."""
+
+    pipeline: int = 1  # parts of the axis that lie on different slices, >= 1
+    data: int = -1  # -1: whatever the other axes leave of the slices
+    fsdp: int = 1  # >= 1, divides mesh.fsdp
+    expert: int = 1  # >= 1, needs force
+    context: int = 1  # >= 1, needs force
+    tensor: int = 1  # >= 1, needs force
+    force: bool = False  # allow expert, context and tensor across slices, however slow
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices."""
+
+    pipeline: int = 1  # stages of layers, >= 1
+    data: int = -1  # replicas of the parameters; -1: the devices that the others leave
+    fsdp: int = 1  # shards of parameters, gradients and optimizer state (see zero), >= 1
+    expert: int = 1  # shards of the experts, >= 1
+    context: int = 1  # shards of the sequence, >= 1
+    tensor: int = 1  # shards of heads, feed-forward and vocabulary, >= 1
+    dcn: DcnConfig = field(default_factory=DcnConfig)
+    zero: int = 3  # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    sequence_parallel: bool = False  # residual stream's sequence over tensor as well
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """A resolved mesh: whole and cross-slice size of every axis."""
+
+    sizes: Mapping[str, int]
+    dcn: Mapping[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    def __str__(self) -> str:
+        used = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
+        return " x ".join(used) or "one device"
+
+
+def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> MeshShape:
+    """Returns the mesh with its -1 filled in.
+
+    Raises:
+      ConfigError: all that is wrong with the sizes, each with its cure.
+    """
+    faults = [
+        f"mesh.{axis}={getattr(config, axis)}: not built yet; set mesh.{axis}=1"
+        for axis in NOT_YET
+        if getattr(config, axis) != 1
+    ]
+    sizes, size_faults = _fill(
+        {a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices"
+    )
+    dcn, dcn_faults = _fill(
+        {a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices"
+    )
+    faults += size_faults + dcn_faults
+    if not size_faults and not dcn_faults:
+        faults += _dcn_faults(sizes, dcn, config.dcn.force)
+        faults += _zero_faults(config.zero, sizes["fsdp"])
+    if faults:
+        raise ConfigError(faults)
+    return MeshShape(sizes, dcn)
+
+
+def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[dict, list[str]]:
+    """Returns the sizes with one -1 replaced, and what is wrong with them."""
+    bad = [
+        f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1
+    ]
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size > 0)
+    given = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
+    if len(unknown) > 1:
+        names = " and ".join(f"{prefix}.{axis}" for axis in unknown)
+        bad.append(f"{names} are both -1; at most one can be 'the rest': give the other a size")
+    if bad:
+        return sizes, bad
+    if unknown and total % known == 0:
+        return sizes | {unknown[0]: total // known}, []
+    if unknown or known != total:
+        cure = f"set sizes whose product is {total}, or start with {known} {what}"
+        if unknown:
+            cure = f"choose sizes whose product divides {total}"
+        return sizes, [f"{prefix}: {given} needs {known} {what}, there are {total}; {cure}"]
+    return sizes, []
+
+
+def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -> list[str]:
+    faults = [
+        f"mesh.dcn.{axis}={dcn[axis]} does not divide mesh.{axis}={sizes[axis]}; "
+        f"make mesh.{axis} a multiple of {dcn[axis]}"
+        for axis in AXES
+        if sizes[axis] % dcn[axis]
+    ]
+    if not force:
+        faults += [
+            f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined by "
+            f"slow links; put slices on data, fsdp or pipeline, or set mesh.dcn.force=true"
+            for axis in CHATTY_AXES
+            if dcn[axis] > 1
+        ]
+    return faults
+
+
+def _zero_faults(zero: int, fsdp: int) -> list[str]:
+    if zero not in (0, 1, 2, 3):
+        return [f"mesh.zero={zero}: must be 0, 1, 2 or 3"]
+    if zero in (1, 2) and fsdp == 1:
+        return [
+            f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"
+        ]
+    return []
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Returns the number of slices (groups joined by fast links) among the devices."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh over the devices (default: all), every axis present, axis type Auto.
+
+    On real slices the ICI part of every axis stays inside a slice. Emulated CPU devices have no
+    slices: there `mesh.dcn` groups neighbours, so that hybrid layouts can be tried on a laptop.
+
+    Raises:
+      ConfigError: see `resolve_mesh`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = count_slices(devices)
+    if slices == 1 and devices[0].platform == "cpu":
+        slices = math.prod(n for a in AXES if (n := getattr(config.dcn, a)) > 0)
+    shape = resolve_mesh(config, len(devices), slices)
+    return Mesh(_arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
+    sizes = tuple(shape.sizes.values())
+    dcn = tuple(shape.dcn.values())
+    if math.prod(dcn) == 1:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    ici = tuple(size // parts for size, parts in zip(sizes, dcn, strict=True))
+    if count_slices(devices) > 1:
+        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+    # Neighbours stand in for slices: slice number outermost, then interleave to [dcn, ici] per axis.
+    grid = np.asarray(devices).reshape(dcn + ici)
+    order = [axis for pair in zip(range(6), range(6, 12), strict=True) for axis in pair]
+    return grid.transpose(order).reshape(sizes)
+
+
+def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Joins the process group if a launcher is detected; returns a line that says which, or None.
+
+    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID)
+    and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
+    """
+    if "JAXDIST_COORDINATOR" in environ:
+        number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
+        jax.distributed.initialize(environ["JAXDIST_COORDINATOR"], number, rank)
+        return f"process {rank} of {number}, joined through jaxdist launch"
+    launcher = _detected_launcher(environ)
+    if launcher is None:
+        return None
+    jax.distributed.initialize()
+    return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
+
+
+def _detected_launcher(environ: Mapping[str, str]) -> str | None:
+    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+        return "Slurm"
+    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return "Open MPI"
+    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
+        return "Kubernetes"
+    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return "a multi-host TPU"
+    return None

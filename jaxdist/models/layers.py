@@ -1,0 +1,122 @@
+"""Layers of decoders: normalisation, rotary positions, attention, feed-forward, dropout.
+
+Letters: B batch, S sequence, D model, F feed-forward, H heads, K kv heads, N head size, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.models.staged import Context
+from jaxdist.sharding import shard
+
+Names = tuple[str | None, ...]
+
+
+def normal(rngs: nnx.Rngs, dims: tuple[int, ...], std: float, names: Names) -> nnx.Param:
+    """Returns a float32 parameter ~ N(0, std^2); std 0 gives zeros."""
+    zeros = std == 0
+    value = jnp.zeros(dims) if zeros else std * jax.random.normal(rngs.params(), dims)
+    return nnx.Param(value, logical=names)
+
+
+class Norm(nnx.Module):
+    """Root-mean-square (arXiv:1910.07467) or layer normalisation of the last dim, in float32."""
+
+    def __init__(self, size: int, *, kind: str, eps: float, name: str | None = "d_model"):
+        self.kind, self.eps = kind, eps
+        self.scale = nnx.Param(jnp.ones(size), logical=(name,))
+        if kind == "layer":
+            self.bias = nnx.Param(jnp.zeros(size), logical=(name,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        y = y * lift(self.scale[...], y)
+        return (y + lift(self.bias[...], y) if self.kind == "layer" else y).astype(x.dtype)
+
+
+def lift(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the parameter with leading dims of size 1, up to the rank of `like`."""
+    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
+
+
+def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
+    """Returns x with a share `rate` of its values dropped and the rest scaled up.
+
+    The mask depends on (step key, layer, site, global sample index) alone, so the same values are
+    dropped on any mesh, accumulation or pipeline.
+    """
+    if rate == 0 or context.key is None:
+        return x
+    key = jax.random.fold_in(jax.random.fold_in(context.key, context.layer), site)
+    keys = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(context.fields["sample"])
+    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
+    keep = shard(keep, "batch", "residual", *(None,) * (x.ndim - 2))
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+
+def rotary_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float = 1.0,
+    low: float = 1.0,
+    high: float = 4.0,
+    original: int = 8192,
+) -> jax.Array:
+    """Returns the angular frequencies [N/2] in radians per position (RoFormer, arXiv:2104.09864).
+
+    With factor > 1 they are stretched as Llama 3.1 does: wavelengths beyond original / low are
+    divided by `factor`, those under original / high stay, the ones between are interpolated.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if factor == 1.0:
+        return frequencies
+    turns = original * frequencies / (2 * math.pi)
+    smooth = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (smooth + (1 - smooth) / factor)
+
+
+def rotary_tables(positions_BS: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin [B, S, 1, N/2] in float32."""
+    angles = positions_BS[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Returns x with its halves rotated (the convention of Hugging Face's Llama, not pairs)."""
+    first, second = jnp.split(x_BSHN.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHN.dtype)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu": jax.nn.relu,
+}
+
+
+def named(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
+    """Returns x constrained to its dims' sharding and named for remat policies."""
+    return checkpoint_name(shard(x, *dims), name)
+
+
+def residual(x: jax.Array) -> jax.Array:
+    """Returns [B, S, D] constrained as the residual stream is."""
+    return shard(x, "batch", "residual", None)

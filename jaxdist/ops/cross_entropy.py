@@ -1,0 +1,179 @@
+"""Next-token cross-entropy from the last hidden states, without ever holding all logits.
+
+The sequence is scored in chunks. The backward pass of a sum of losses needs the logits only to make
+d loss / d logits, so gradients are formed chunk by chunk in the forward pass, while the logits are
+there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twice. The vocabulary may
+be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at the end.
+
+Letters: G batch shards (no dim if there is one), R rows = tokens of a chunk, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist import sharding
+
+Names = tuple[str | None, ...]
+
+
+class Options(NamedTuple):
+    """Static settings of the loss."""
+
+    names: Names  # of the head's dims
+    tied: bool  # head is an embedding table [V, D], not a kernel [D, V]
+    z_loss: float
+    softcap: float
+    shards: int
+    chunk: int
+
+
+def cross_entropy(
+    x_BSD: jax.Array,
+    head: nnx.Variable,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    *,
+    tied: bool = False,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2 (PaLM, arXiv:2204.02311).
+
+    Both are float32 scalars. The first carries the gradient of both, so that (first + second) has
+    the right value and the right gradient; the second alone has none. Weights get no gradient.
+
+    Args:
+      head: kernel [D, V], or with `tied` the embedding table [V, D].
+      softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
+      chunk_tokens: tokens per batch shard scored at once; 0 for all.
+    """
+    names = getattr(head, "logical", ())
+    options = Options(names, tied, z_loss, softcap, *_chunking(x_BSD.shape, chunk_tokens))
+    return _cross_entropy(x_BSD, head[...], targets_BS, weights_BS.astype(jnp.float32), options)
+
+
+def _chunking(dims, chunk_tokens: int) -> tuple[int, int]:
+    """Returns the number of batch shards and the length of a chunk, a divisor of the sequence."""
+    batch, length = dims[0], dims[1]
+    now = sharding.active()
+    shards = now.rules.shape.batch_shards if now else 1
+    shards = shards if batch % shards == 0 else 1
+    wanted = chunk_tokens * shards // batch if chunk_tokens else length
+    return shards, max(c for c in range(1, length + 1) if length % c == 0 and c <= max(wanted, 1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(x, kernel, targets, weights, options: Options):
+    head = _in_use(kernel, x.dtype, options)
+
+    def add(total, part):
+        loss, z = _score(_logits(part[0], head, options)[0], *part[1:], options)[:2]
+        return (total[0] + loss, total[1] + z), None
+
+    return _over_chunks(add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options)[0]
+
+
+def _forward(x, kernel, targets, weights, options: Options):
+    head = _in_use(kernel, x.dtype, options)
+
+    def add(carry, part):
+        loss, z, dhead = carry
+        x_part, *labels = part
+        logits, slope = _logits(x_part, head, options)
+        part_loss, part_z, dlogits = _score(logits, *labels, options)
+        dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
+        dx = _named(jnp.einsum(_equation("grv,dv->grd", options), dlogits, head))
+        product = jnp.einsum(
+            _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
+        )
+        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
+
+    group = () if options.shards == 1 else (options.shards,)
+    zeros = _head_named(jnp.zeros((*group, *kernel.shape), jnp.float32), options)
+    start = (jnp.float32(0), jnp.float32(0), zeros)
+    (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
+    gradient = sharding.scatter(dhead.sum(0) if group else dhead, options.names)
+    dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
+    return (loss, z), (dx.reshape(x.shape), gradient.astype(kernel.dtype))
+
+
+def _backward(options, residuals, cotangents):
+    dx, dkernel = residuals
+    scale = cotangents[0]  # the z term's gradient is inside: see the docstring
+    return dx * scale.astype(dx.dtype), dkernel * scale, None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _over_chunks(add, start, arrays, options: Options):
+    """Returns `add` folded over chunks [(G,) R, ...] of the arrays [batch, S, ...]."""
+    length = arrays[0].shape[1]
+
+    def rows(part):
+        group = () if options.shards == 1 else (options.shards,)
+        return part.reshape(*group, -1, *part.shape[2:])
+
+    def one(carry, start):
+        parts = [jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1) for a in arrays]
+        x, *labels = map(rows, parts)
+        return add(carry, [_named(x), *labels])
+
+    if options.chunk == length:
+        carry, out = one(start, 0)
+        return carry, jax.tree.map(lambda y: y[None], out)
+    return jax.lax.scan(one, start, jnp.arange(0, length, options.chunk))
+
+
+def _logits(x, head, options: Options):
+    """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None without)."""
+    logits = jnp.einsum(
+        _equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32
+    )
+    logits = _named(logits, "vocab")
+    if not options.softcap:
+        return logits, None
+    squashed = jnp.tanh(logits / options.softcap)
+    return options.softcap * squashed, 1 - squashed**2
+
+
+def _score(logits, targets, weights, options: Options):
+    """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    exponentials = jnp.exp(logits - top)
+    total = exponentials.sum(-1, keepdims=True)
+    log_z = (jnp.log(total) + top)[..., 0]
+    hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    picked = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
+    loss = jnp.sum(weights * (log_z - picked))
+    z = jnp.sum(weights * options.z_loss * log_z**2)
+    factor = weights * (1 + 2 * options.z_loss * log_z)
+    dlogits = exponentials * (factor[..., None] / total) - jnp.where(hit, weights[..., None], 0)
+    return loss, z, dlogits
+
+
+def _in_use(kernel, dtype, options: Options):
+    return sharding.gather(kernel.astype(dtype), options.names)
+
+
+def _equation(equation: str, options: Options) -> str:
+    """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one shard."""
+    equation = equation.replace("dv", "vd") if options.tied else equation
+    return equation.replace("g", "") if options.shards == 1 else equation
+
+
+def _named(x, last: str | None = None):
+    """Returns rows [(G,) R, ...] constrained to their batch shards."""
+    return sharding.shard(x, *("batch", None, last)[-x.ndim :])
+
+
+def _head_named(dhead, options: Options):
+    own = ("vocab", None) if options.tied else (None, "vocab")
+    return sharding.shard(dhead, *("batch", *own)[-dhead.ndim :])

@@ -1,0 +1,55 @@
+"""Table look-up that moves activations instead of the table.
+
+Under fsdp a table is split by width. Gathering it to look up a few thousand rows would move and hold
+the whole vocabulary; instead every shard looks up its part of the width for all samples of its fsdp
+group, and the rows change places (one all-to-all of activations). The gradient goes the same way
+back, and adds up in float32: a frequent token's gradient is a long sum.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist import precision, sharding
+
+Names = tuple[str | None, ...]
+
+
+def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
+    """Returns the rows [B, S, D] of the table [V, D] at integer indices, in the compute dtype."""
+    kernel = table[...]
+    dtype = precision.compute_dtype(kernel.dtype)
+    return _embed(kernel, indices_BS, getattr(table, "logical", ()), dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _embed(table, indices, names: Names, dtype):
+    indices, by_width = _by_width(indices, names, sharding.stored_by_fsdp)
+    rows = jnp.take(table, indices, axis=0, mode="clip").astype(dtype)
+    return sharding.shard(rows, "batch_of_group", None, "width") if by_width else rows
+
+
+def _forward(table, indices, names, dtype):
+    return _embed(table, indices, names, dtype), (table, indices)
+
+
+def _backward(names, dtype, residuals, dx):
+    table, indices = residuals
+    indices, by_width = _by_width(indices, names, sharding.gradient_by_fsdp)
+    dx = sharding.shard(dx, "batch_of_group", None, "width") if by_width else dx
+    total = jnp.zeros(table.shape, jnp.float32).at[indices].add(dx.astype(jnp.float32))
+    return sharding.scatter(total, names).astype(table.dtype), None
+
+
+_embed.defvjp(_forward, _backward)
+
+
+def _by_width(indices, names: Names, is_split):
+    """Returns the indices where they are needed, and whether the table is split by width."""
+    if not is_split(names):
+        return indices, False
+    return sharding.shard(indices, "batch_of_group", None), True

@@ -1,0 +1,88 @@
+"""`python -m jaxdist.report WORKDIR [WORKDIR2] [--out FILE]`: one HTML page of a run, or of two.
+
+Needs neither jax nor a network: it also runs on a laptop to which a workdir was copied.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist import config
+from jaxdist.telemetry import html, summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page and prints its path; returns the exit code (0, 1 or 78)."""
+    args = _parser().parse_args(argv)
+    if len(args.workdir) > 2:
+        _parser().error(f"got {len(args.workdir)} workdirs; give one, or two to compare")
+    try:
+        names = _names([Path(workdir) for workdir in args.workdir])
+        folders = zip(args.workdir, names, strict=True)
+        runs = [summary.read_run(workdir, name) for workdir, name in folders]
+        target = Path(args.out) if args.out else _default_target(runs)
+        _refuse_foreign(target)
+        _replace(target, html.render(runs))
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return config.EXIT_CONFIG
+    except OSError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    print(target)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxdist report",
+        description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
+    )
+    parser.add_argument("workdir", nargs="+", help="workdir of a run; give two to compare them")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="page to write (default: report.html in the workdir; report_vs_NAME.html for two)",
+    )
+    return parser
+
+
+def _names(workdirs: Sequence[Path]) -> list[str]:
+    """Returns a name per workdir: the folder's, with its parent where two would be equal."""
+    names = [workdir.resolve().name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        names = ["/".join(workdir.resolve().parts[-2:]) for workdir in workdirs]
+    return names
+
+
+def _default_target(runs: Sequence[summary.Run]) -> Path:
+    if len(runs) == 1:
+        return runs[0].folder / "report.html"
+    return runs[0].folder / f"report_vs_{runs[1].name.replace('/', '_')}.html"
+
+
+def _refuse_foreign(target: Path) -> None:
+    """Raises ConfigError if the target exists and is no page of ours."""
+    if not target.exists():
+        return
+    if target.is_dir():
+        raise config.ConfigError(f"--out {target} is a folder; give the file to write")
+    with open(target, "rb") as file:
+        if html.GENERATOR.encode() not in file.read(4096):
+            raise config.ConfigError(
+                f"--out {target} exists and is no jaxdist report; give another name or remove it"
+            )
+
+
+def _replace(target: Path, text: str) -> None:
+    """Writes the file whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+// Hover and keyboard values of the charts; inlined by html.py, which hashes it for the CSP.
+"use strict";
+for (const svg of document.querySelectorAll("svg.chart")) {
+  const [x0, x1, y0, y1] = JSON.parse(svg.dataset.span);
+  const [left, top, right, bottom] = JSON.parse(svg.dataset.box);
+  const place = svg.dataset.scale === "log" ? Math.log : Number;
+  const curves = [...svg.querySelectorAll("g[data-points]")].map(
+    g => ({ name: g.dataset.name, g, points: JSON.parse(g.dataset.points) }))
+    .filter(curve => curve.points.length);
+  const steps = [...new Set(curves.flatMap(c => c.points.map(p => p[0])))].sort((a, b) => a - b);
+  if (!steps.length) continue;
+  const card = svg.closest(".card"), cross = svg.querySelector(".cross");
+  const tip = document.createElement("div");
+  tip.className = "tip"; tip.hidden = true; tip.setAttribute("role", "status");
+  card.append(tip);
+  const dots = curves.map(curve => {
+    const dot = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+    dot.setAttribute("r", 4); dot.setAttribute("visibility", "hidden"); curve.g.append(dot);
+    return dot;
+  });
+  const px = x => left + (right - left) * (x - x0) / (x1 - x0);
+  const py = y => bottom - (bottom - top) *
+    Math.min(1.02, Math.max(-0.02, (place(y) - place(y0)) / (place(y1) - place(y0))));
+  const near = (points, x) => {
+    let low = 0, high = points.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (points[middle][0] < x) low = middle; else high = middle;
+    }
+    return x - points[low][0] <= points[high][0] - x ? points[low] : points[high];
+  };
+  const text = y => (y && Math.abs(y) < 1e-3 ? y.toExponential(3) :
+    y.toLocaleString("en", { maximumSignificantDigits: 5 })) +
+    (svg.dataset.unit ? " " + svg.dataset.unit : "");
+  let at = steps.length - 1;
+  const show = index => {
+    at = Math.min(steps.length - 1, Math.max(0, index));
+    const x = steps[at];
+    const lines = [`step ${x.toLocaleString("en")}`];
+    curves.forEach((curve, i) => {
+      const [step, y] = near(curve.points, x);
+      const close = Math.abs(px(step) - px(x)) < 8;
+      dots[i].setAttribute("visibility", close ? "visible" : "hidden");
+      dots[i].setAttribute("cx", px(step)); dots[i].setAttribute("cy", py(y));
+      if (close) lines.push(`${curve.name}: ${text(y)}`);
+    });
+    cross.setAttribute("x1", px(x)); cross.setAttribute("x2", px(x));
+    cross.setAttribute("y1", top); cross.setAttribute("y2", bottom);
+    cross.style.opacity = 0.6;
+    tip.replaceChildren(...lines.map(line => {
+      const row = document.createElement("div"); row.textContent = line; return row;
+    }));
+    tip.hidden = false;
+    const box = svg.getBoundingClientRect(), outer = card.getBoundingClientRect();
+    const scale = box.width / svg.viewBox.baseVal.width;
+    const place_x = box.left - outer.left + px(x) * scale;
+    const flip = place_x + tip.offsetWidth + 16 > outer.width;
+    tip.style.left = `${flip ? place_x - tip.offsetWidth - 12 : place_x + 12}px`;
+    tip.style.top = `${box.top - outer.top + top * scale}px`;
+  };
+  const hide = () => {
+    tip.hidden = true; cross.style.opacity = 0;
+    dots.forEach(dot => dot.setAttribute("visibility", "hidden"));
+  };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    const view = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    const x = x0 + (x1 - x0) * (view - left) / (right - left);
+    show(steps.indexOf(near(steps.map(s => [s]), x)[0]));
+  });
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", event => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
+    if (move) { event.preventDefault(); show(at + move); }
+    if (event.key === "Escape") hide();
+  });
+}

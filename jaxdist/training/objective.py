@@ -1,0 +1,113 @@
+"""The loss of any model as sums, and its gradients over the parts of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import precision, sharding
+from jaxdist.models.staged import Batch, Loss, is_staged, staged_loss
+from jaxdist.remat import rematerialised
+from jaxdist.training.state import ModelSpec, Tree
+
+Objective = Callable[[Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, Loss]]
+
+
+class Sums(NamedTuple):
+    """Sums over the global batch, float32, not yet divided by the count."""
+
+    gradients: Tree
+    loss: Loss
+
+
+def as_loss(value: Any, batch: Batch) -> Loss:
+    """Returns what a model's `loss` gave as a Loss of float32 sums.
+
+    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), or a scalar mean over the
+    batch's samples, whose count is then the number of samples.
+    """
+    if not isinstance(value, tuple):
+        samples = next(iter(batch.values())).shape[0]
+        value = (value * samples, jnp.float32(samples))
+    sums = Loss(*value)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+
+
+def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
+    """Returns `objective(trainable, model_state, batch, key) -> (sum + aux sums, Loss)`.
+
+    Args:
+      compute: dtype of matrix products and activations.
+      remat: policy for the blocks of a staged model; a model without blocks is not touched.
+    """
+
+    def objective(trainable, model_state, batch, key):
+        with precision.computing_in(compute):
+            model = spec.assemble(trainable, model_state)
+            if not getattr(model, "casts_itself", False):
+                model = spec.assemble(precision.cast(trainable, compute), model_state)
+            if is_staged(model):
+                loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
+            else:
+                loss = as_loss(model.loss(batch, key), batch)
+        return loss.sum + sum(loss.aux.values()), loss
+
+    return objective
+
+
+def sum_gradients(
+    objective: Objective,
+    trainable: Tree,
+    model_state: Tree,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    accumulation: int,
+    names: Tree,
+) -> Sums:
+    """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
+
+    Sums and counts are added up and divided by nobody here: the caller divides once by the global
+    count, so parts with unequal counts (packing, padding) weigh as they do in one piece.
+    """
+    gradient_of = jax.grad(objective, has_aux=True)
+
+    def part_sums(part: Batch) -> Sums:
+        gradients, loss = gradient_of(trainable, model_state, part, key)
+        return Sums(_laid_out(gradients, names), loss)
+
+    if accumulation == 1:
+        return part_sums(batch)
+    parts = {name: _split(value, accumulation) for name, value in batch.items()}
+    abstract = jax.eval_shape(part_sums, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+    zeros = zeros._replace(gradients=_laid_out(zeros.gradients, names))
+
+    def add(total: Sums, part: Batch):
+        return jax.tree.map(jnp.add, total, part_sums(part)), None
+
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+def _laid_out(gradients: Tree, names: Tree) -> Tree:
+    """Returns float32 gradients in the gradients' sharding (a no-op where ops did it already)."""
+    leaves, structure = jax.tree.flatten(gradients)
+    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
+    out = [
+        sharding.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)
+    ]
+    return jax.tree.unflatten(structure, out)
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+    """Returns [batch, ...] as [parts, batch / parts, ...].
+
+    Part i takes every parts-th sample, from i on: each batch shard then cuts up its own samples,
+    and none has to move to another device.
+    """
+    rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
+    rows = sharding.shard(rows, "batch", *(None,) * (rows.ndim - 1))
+    return jnp.moveaxis(rows, 1, 0)

@@ -1,0 +1,218 @@
+"""The train step: one jitted, donated, pure function, built once for train, plan, verify, benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import sharding
+from jaxdist.models.staged import Batch, Loss
+from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer, state_specs
+from jaxdist.sharding import Rules
+from jaxdist.training.objective import build_objective, sum_gradients
+from jaxdist.training.state import ModelSpec, State, Tree, fresh_arrays
+
+Metrics = dict[str, jax.Array]
+INIT, STEPS = 0, 1  # what the seed's first fold is for
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What a step needs to know beside the model, the optimizer and the mesh."""
+
+    seed: int = 0
+    accumulation: int = 1
+    compute: str = "float32"
+    params: str = "float32"
+    remat: str = "dots"
+    ema_decay: float = 0.0
+
+
+class OptState(NamedTuple):
+    """The optimizer's state, and where the run stands in its schedule."""
+
+    optimizer: Tree
+    skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
+    clock: jax.Array  # float32, position in the schedule; equals the step at pace 1
+    pace: jax.Array  # float32, clock per step; above 1 when the run must end by a time
+
+
+class TrainStep(NamedTuple):
+    """A built step. All functions are jitted; arrays have the given shardings."""
+
+    step: Any  # (State, Batch) -> (State, Metrics); the state is donated
+    init: Any  # () -> State
+    inspect: Any  # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
+    evaluate: Any  # (State, Batch) -> (loss sum, count), deterministic
+    abstract_state: State  # ShapeDtypeStructs with their shardings
+    shardings: State
+    batch_shardings: Callable[[Mapping[str, Any]], dict[str, NamedSharding]]
+
+
+def build_train_step(
+    spec: ModelSpec,
+    optimizer: OptimizerConfig,
+    schedule: Schedule,
+    mesh: Mesh,
+    rules: Rules,
+    config: StepConfig,
+) -> TrainStep:
+    """Returns the train step of a model on a mesh.
+
+    Raises:
+      ConfigError: a parameter's dim that its mesh axis does not divide.
+    """
+    sharding.place(spec.named_parameters(), rules)
+    transform = build_optimizer(optimizer, lambda _: 1.0, spec.trainable, spec.names)
+    abstract = jax.eval_shape(lambda: _fresh_state(spec, transform, config))
+    specs = _state_specs(spec, abstract, rules)
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
+    objective = build_objective(spec, compute=config.compute, remat=config.remat)
+
+    def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
+        with sharding.activate(mesh, rules):
+            key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
+            sums = sum_gradients(
+                objective, state.trainable, state.model_state, batch, key,
+                accumulation=config.accumulation, names=spec.names,
+            )  # fmt: skip
+            gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
+            after = _update(state, sums, batch, transform, schedule, optimizer, config, spec)
+            return *after, gradients
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        after, metrics, _ = inspect(state, batch)
+        return after, metrics
+
+    def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        with sharding.activate(mesh, rules):
+            weights = state.trainable if state.ema is None else state.ema
+            loss = objective(weights, state.model_state, batch, None)[1]
+        return loss.sum, loss.count
+
+    whole = NamedSharding(mesh, P())
+    return TrainStep(
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
+        init=jax.jit(lambda: _fresh_state(spec, transform, config), out_shardings=shardings),
+        inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
+        evaluate=jax.jit(evaluate),
+        abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
+        shardings=shardings,
+        batch_shardings=lambda batch: _batch_shardings(batch, mesh, rules),
+    )
+
+
+def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
+    """Returns the state after one update by summed gradients, or unchanged if they are not finite."""
+    count, loss = found.loss.count, found.loss
+    norm = optax.global_norm(found.gradients) / count
+    clip = optimizer.clip_norm
+    scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
+    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.names)
+    updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
+    # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
+    rate = schedule(state.opt_state.clock)
+    updates = jax.tree.map(lambda u: u * rate, _as_state(updates, spec.names))
+    trainable = optax.apply_updates(state.trainable, updates)
+    ema = state.ema
+    if ema is not None:
+        ema = jax.tree.map(lambda e, p: e + (1 - config.ema_decay) * (p - e), ema, trainable)
+    good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
+    skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
+
+    def keep(new_tree: Tree, old_tree: Tree) -> Tree:
+        return jax.tree.map(lambda new, old: jnp.where(good, new, old), new_tree, old_tree)
+
+    metrics = {
+        "loss": loss.sum / count,
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "tokens": jnp.sum(batch["weights"] > 0) if "weights" in batch else count,
+        "skipped": skipped,
+        **{f"aux/{name}": value / count for name, value in loss.aux.items()},
+    }
+    after = State(
+        state.step + 1,
+        keep(trainable, state.trainable),
+        state.frozen,
+        state.model_state,
+        state.opt_state._replace(
+            optimizer=keep(new, state.opt_state.optimizer),
+            skipped=skipped,
+            clock=state.opt_state.clock + state.opt_state.pace,
+        ),
+        keep(ema, state.ema),
+    )
+    return after, metrics
+
+
+def _fresh_state(spec: ModelSpec, transform, config: StepConfig) -> State:
+    trainable, model_state = fresh_arrays(spec.build, _key(config.seed, INIT))
+    trainable = jax.tree.map(lambda x: x.astype(config.params), trainable)
+    ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
+    start = (jnp.int32(0), jnp.float32(0), jnp.float32(1))
+    opt_state = OptState(transform.init(trainable), *start)
+    return State(jnp.int32(0), trainable, {}, model_state, opt_state, ema)
+
+
+def _key(seed: int, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), purpose)
+
+
+# --- shardings ------------------------------------------------------------------------------------
+
+
+def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> State:
+    stored = _specs(spec, rules.stored)
+    state = _specs(spec, rules.state)
+    moments = state_specs(abstract.opt_state.optimizer, spec.trainable, state)
+    opt_state = OptState(moments, P(), P(), P())
+    return State(
+        step=P(),
+        trainable=stored,
+        frozen={},
+        model_state=jax.tree.map(lambda _: P(), abstract.model_state),
+        opt_state=opt_state,
+        ema=None if abstract.ema is None else state,
+    )
+
+
+def _specs(spec: ModelSpec, rule: Callable[..., P]) -> Tree:
+    specs = [rule(names, leaf.shape) for leaf, names in spec.named_parameters().values()]
+    return jax.tree.unflatten(jax.tree.structure(spec.trainable), specs)
+
+
+def _as_state(tree: Tree, names: Tree) -> Tree:
+    """Returns the tree laid out as optimizer state: each shard computes its own part of the update."""
+    now = sharding.active()
+    if now is None:
+        return tree
+    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
+    leaves, structure = jax.tree.flatten(tree)
+    out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
+    return jax.tree.unflatten(structure, out)
+
+
+def _batch_shardings(batch: Mapping[str, Any], mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """Returns the sharding of each batch entry: samples over the batch axes, [B, S] over context."""
+
+    def of(x) -> NamedSharding:
+        names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
+        return NamedSharding(mesh, rules.activation(names, x.shape))
+
+    return {name: of(x) for name, x in batch.items()}
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, P)

@@ -1,0 +1,187 @@
+"""The folder of a run: its lock, its config, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+import jaxdist
+from jaxdist import config as configs
+from jaxdist import hardware
+from jaxdist.config import ConfigError
+from jaxdist.data import Dataset
+from jaxdist.recipe import RunConfig, from_config, harmless_on_resume, run_fingerprint
+from jaxdist.sharding import Rules, place
+from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
+from jaxdist.telemetry.metrics import Throughput
+from jaxdist.training.state import ModelSpec
+
+CONFIG, RUN, LOCK, SAMPLE = "config.json", "run.json", ".lock", "sample.txt"
+CHECKPOINTS = "checkpoints"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Creates the folder and holds its lock: one live run per workdir.
+
+    Raises:
+      ConfigError: it cannot be written, or another process holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "a+")
+    except OSError as error:
+        raise ConfigError(
+            f"--workdir {folder}: cannot be written ({error.strerror}); give a folder that can"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise ConfigError(
+                f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def settle_config(folder: Path, run: RunConfig, *, resuming: bool) -> None:
+    """Writes config.json; for a run that goes on, refuses changes that would alter its losses.
+
+    Raises:
+      ConfigError: one line per such change.
+    """
+    new = configs.to_config_dict(run)
+    if resuming and (folder / CONFIG).exists():
+        old = configs.to_config_dict(read_config(folder))
+        allowed = harmless_on_resume(run)
+        faults = [
+            f"--config.{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
+            f"put it back, or start a new run with another --workdir"
+            for change in configs.diff(old, new)
+            if not any(fnmatch(change.path, pattern) for pattern in allowed)
+        ]
+        if faults:
+            raise ConfigError(faults)
+    write_json(folder / CONFIG, new.to_dict())
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Returns the config that a run was started with.
+
+    Raises:
+      ConfigError: the folder holds no run.
+    """
+    try:
+        return from_config(_tupled(json.loads((folder / CONFIG).read_text())))
+    except FileNotFoundError:
+        raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
+
+
+def _tupled(value: Any) -> Any:
+    """Returns JSON with its lists as tuples, which is what configs hold."""
+    if isinstance(value, dict):
+        return {key: _tupled(item) for key, item in value.items()}
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+# --- run.json -------------------------------------------------------------------------------------
+
+
+def describe_run(
+    run: RunConfig,
+    spec: ModelSpec,
+    rules: Rules,
+    devices: Sequence[jax.Device],
+    dataset: Dataset,
+) -> dict[str, Any]:
+    """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
+    return {
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+        | {"jaxdist": jaxdist.__version__, "python": platform.python_version()},
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "num_processes": jax.process_count(),
+        "mesh": dict(rules.shape.sizes),
+        "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
+        "parameters": spec.parameter_count,
+        "flops_per_token": model_flops(run, spec),
+        "sharding": [
+            {
+                "parameter": placed.path,
+                "dims": list(placed.dims),
+                "names": list(placed.names),
+                "stored": str(placed.stored),
+                "state": str(placed.state),
+                "per_device": list(placed.shard_dims),
+                "bytes": placed.shard_bytes,
+                "copies": placed.replicated_bytes,
+                "why": placed.why,
+            }
+            for placed in place(spec.named_parameters(), rules)
+        ],
+    }
+
+
+FORMULA_FIELDS = (
+    "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "gated",
+)  # fmt: skip
+
+
+def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
+    """Returns model FLOPs per token (forward and backward) by both attention conventions.
+
+    A transformer's are by formula. Another model's are counted from its forward program, times
+    three; there both conventions are what the program does.
+    """
+    length = run.batch.sequence_length
+    if all(name in run.model for name in FORMULA_FIELDS):
+        sizes = {name: run.model[name] for name in FORMULA_FIELDS}
+        conventions: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+        return {
+            kind: transformer_flops_per_token(**sizes, sequence_length=length, convention=kind)
+            for kind in conventions
+        }
+    batch = {n: jax.ShapeDtypeStruct((1, length), d) for n, d in TEXT_BATCH.items()}
+    batch["sample"] = jax.ShapeDtypeStruct((1,), "int32")
+    forward = jax.make_jaxpr(lambda t, m, b: spec.assemble(t, m).loss(b, None))
+    counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, batch)).total / length
+    return {"causal": counted, "full": counted}
+
+
+TEXT_BATCH = {"tokens": "int32", "targets": "int32", "weights": "float32", "positions": "int32"}
+
+
+def throughput(run: RunConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> Throughput:
+    """Returns the meter that turns times into tokens/s and MFU; MFU is None on unknown chips."""
+    chip = hardware.chip_for(devices[0].device_kind)
+    flops = model_flops(run, spec)
+    return Throughput(
+        num_devices=len(devices),
+        peak_flops_per_s=chip.peak(run.precision.compute) if chip else None,
+        causal_flops_per_token=flops["causal"],
+        full_flops_per_token=flops["full"],
+    )

@@ -1,0 +1,248 @@
+"""The picture of DESIGN section 2, read from the source: floors, cycles, lazy imports, sizes."""
+
+import ast
+import functools
+import graphlib
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxdist
+from jaxdist import extras
+from jaxdist.__main__ import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "jaxdist"
+
+# A room is a module or a package; it may import rooms of lower floors, and on its own floor only
+# what "a > b" allows. Changing the picture means changing this table in the same commit.
+FLOORS = {
+    7: "__main__ train plan verify launch convert generate evaluate report doctor "
+    "checkpoint.__main__",
+    6: "loop planner verification inference",
+    5: "recipe",
+    4: "interop checkpoint resilience telemetry",
+    3: "training pipeline.executor decoding evaluation",
+    2: "models ops adapters optimizers data",
+    1: "sharding mesh precision remat",
+    0: "config annotations hardware pipeline.schedule trees extras",
+}
+ALLOWED = """
+config > annotations
+sharding > mesh
+models > ops
+adapters > models
+training > pipeline.executor
+interop > checkpoint
+resilience > telemetry
+"""
+
+MAX_FILE_LINES = 450
+MAX_PACKAGE_LINES = 9_000
+MEDIAN_FUNCTION, P90_FUNCTION = 15, 45
+LONG_BY_NATURE: set[str] = set()  # tables and kernels, by file name, each with its reason
+
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
+EDGES = {tuple(line.split(" > ")) for line in ALLOWED.strip().splitlines()}
+SPANNING = {room.partition(".")[0] for room in FLOOR_OF if "." in room}
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Returns `{dotted name below jaxdist: file}`; the package itself is "" and stays out."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name and not name.startswith("_configs"):
+            found[name] = file
+    return found
+
+
+def room_of(name: str) -> str | None:
+    """Returns the room of a module: the longest entry of FLOORS that is it or holds it."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in FLOOR_OF), None)
+
+
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+def imports(tree: ast.AST) -> list[tuple[str, str]]:
+    """Returns (module, name or "") of every import statement, a relative one as (".", name)."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." if node.level else node.module or ""
+            found += [(module, alias.name) for alias in node.names]
+    return found
+
+
+def own_imports(name: str) -> set[str]:
+    """Returns the modules of ours that a module imports, dotted below jaxdist."""
+    found = set()
+    for module, item in imports(tree_of(name)):
+        assert module != ".", f"{name}: write imports as `from jaxdist import {item}`"
+        if module != "jaxdist" and not module.startswith("jaxdist."):
+            continue
+        below = module.removeprefix("jaxdist").lstrip(".")
+        inside = f"{below}.{item}".lstrip(".")
+        if inside in modules():
+            found.add(inside)
+        elif below:
+            found.add(below)
+        else:
+            assert item in ("", "__version__"), f"{name}: import {item} from its own module"
+    return found
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def test_every_module_has_a_floor():
+    assert len(modules()) > 10
+    homeless = [name for name in modules() if room_of(name) is None and name not in SPANNING]
+    assert not homeless, f"give these a floor in FLOORS: {homeless}"
+
+
+def test_imports_go_down():
+    faults = []
+    for name in modules():
+        for target in sorted(own_imports(name)):
+            here, there = room_of(name), room_of(target)
+            if name in SPANNING and here is None or here == there:
+                continue
+            assert here and there, f"{name} imports {target}: import one of its modules"
+            if FLOOR_OF[there] >= FLOOR_OF[here] and (here, there) not in EDGES:
+                faults.append(f"{name} (floor {FLOOR_OF[here]}) imports {target} ({there})")
+    assert not faults, "\n".join(faults)
+
+
+def test_no_import_cycles():
+    graph = {name: own_imports(name) - {name} for name in modules()}
+    assert sum(map(len, graph.values())) > 10
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' > '.join(reversed(error.args[1]))}")
+
+
+def test_packages_that_span_floors_have_an_empty_init():
+    for name in SPANNING & set(modules()):
+        body = tree_of(name).body
+        assert all(isinstance(node, ast.Expr) for node in body), f"{name}/__init__.py: only a doc"
+
+
+def test_no_import_of_jaxdist_inside_a_function():
+    faults = [
+        f"{name}.{function.name} imports {module}"
+        for name in modules()
+        for function in functions(tree_of(name))
+        for module, _ in imports(function)
+        if module.partition(".")[0] in ("jaxdist", ".")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_an_optional_package_is_imported_by_one_module_at_its_top():
+    for package in extras.EXTRAS:
+        users = [
+            name
+            for name in modules()
+            if any(module.partition(".")[0] == package for module, _ in imports(tree_of(name)))
+        ]
+        assert len(users) <= 1, f"{package} is imported by {users}: wrap it once"
+        for name in users:
+            inner = [i for f in functions(tree_of(name)) for i in imports(f)]
+            assert not any(module.partition(".")[0] == package for module, _ in inner), name
+
+
+def test_no_drawers():
+    names = {part for name in modules() for part in name.split(".")}
+    assert not names & {"utils", "util", "common", "helpers", "misc"}
+
+
+def test_files_functions_and_the_package_stay_small():
+    lengths = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
+    long = {n: size for n, size in lengths.items() if size > MAX_FILE_LINES}
+    assert not long.keys() - LONG_BY_NATURE, f"over {MAX_FILE_LINES} lines: {long}"
+    assert sum(lengths.values()) <= MAX_PACKAGE_LINES, sum(lengths.values())
+    sizes = {
+        f"{name}.{function.name}": (function.end_lineno or 0) - function.lineno + 1
+        for name in modules()
+        if name not in LONG_BY_NATURE
+        for function in functions(tree_of(name))
+    }
+    longest = sorted(sizes, key=sizes.__getitem__)[-10:]
+    assert statistics.median(sizes.values()) <= MEDIAN_FUNCTION
+    assert statistics.quantiles(sizes.values(), n=10)[-1] <= P90_FUNCTION, longest
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+
+def test_import_jaxdist_is_free():
+    heavy = (
+        "jax jaxlib flax optax orbax grain rich numpy tensorboardX datasets transformers".split()
+    )
+    done = run_python(
+        "import os, sys; before = dict(os.environ); import jaxdist; dir(jaxdist);"
+        "assert dict(os.environ) == before; print(*sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "jaxdist" in loaded and not loaded & set(heavy)
+    assert not {name for name in loaded if name.startswith("jaxdist.")}
+
+
+@pytest.mark.parametrize("name", sorted(jaxdist._EXPORTS))
+def test_exports_resolve(name):
+    module = jaxdist._EXPORTS[name].removeprefix("jaxdist.")
+    assert module in modules(), f"{name}: there is no jaxdist.{module}"
+    assert getattr(jaxdist, name).__name__ == name
+    assert name not in {m.partition(".")[0] for m in modules()}  # a name never hides a module
+
+
+def test_an_unknown_export_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        _ = jaxdist.nope
+
+
+WITHOUT_JAX = {"launch", "report", "checkpoint.__main__", "config", "hardware"}
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_JAX & set(modules())))
+def test_these_run_without_jax(name):
+    code = "import sys; sys.modules['jax'] = None; import importlib; "
+    done = run_python(code + f"importlib.import_module('jaxdist.{name}')")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_is_listed_and_exists():
+    built = {room.removesuffix(".__main__") for room in FLOORS[7].split() if room in modules()}
+    assert set(COMMANDS) == built - {"__main__"}
+
+
+def test_the_command_lists_suggests_and_dispatches():
+    def jaxdist_command(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "jaxdist", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    listed = jaxdist_command()
+    assert listed.returncode == 0 and "doctor" in listed.stdout
+    assert jaxdist_command("--version").stdout.strip() == jaxdist.__version__
+    wrong = jaxdist_command("trian")
+    assert wrong.returncode == 78 and "Did you mean train?" in wrong.stderr

@@ -1,0 +1,126 @@
+"""The TPU kernel, compiled ahead of time by libtpu for chips that are not here.
+
+One child process compiles all cases (libtpu writes to fd 2 and reads its environment at import) and
+prints a JSON line per case.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+
+LAYERS, B, S, H, K, N = 2, 4, 2048, 8, 2, 64
+# name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N)
+CASES = {
+    "none": (4, 1, False, "none", {}),
+    "full": (4, 1, False, "full", {}),
+    "saved": (4, 1, False, "save:attention_residuals", {}),
+    "packed_tensor": (1, 4, True, "save:attention_residuals", {}),
+    "odd_sizes": (2, 2, True, "full", {"S": 1000, "N": 80}),
+}
+
+
+def _compile(name: str) -> dict:
+    """Returns what the compiler made of a case; runs in the child."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxdist import mesh as meshes
+    from jaxdist import remat, sharding
+    from jaxdist.ops.attention import attention
+
+    fsdp, tensor, packed, policy, changes = CASES[name]
+    size = {"S": S, "H": H, "K": K, "N": N} | changes
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    config = meshes.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)
+    mesh = meshes.build_mesh(config, devices)
+    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+
+    def loss(w, x, k, ids):
+        def layer(x, w):
+            y = attention(x * w, k * w, k + w, segment_ids_BS=ids if packed else None)
+            return sharding.shard(jnp.sin(x + y), "batch", "sequence", "heads", None), None
+
+        with sharding.activate(mesh, rules):
+            y, _ = jax.lax.scan(remat.rematerialised(layer, policy), x, w)
+        return jnp.sum(y.astype(jnp.float32))
+
+    def abstract(shape, dtype, *names):
+        spec = rules.activation(names, shape) if names else P()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    w = abstract((LAYERS, 1, 1, 1, size["N"]), jnp.bfloat16)
+    x = abstract((B, size["S"], size["H"], size["N"]), jnp.bfloat16, "batch", None, "heads", None)
+    kv = (B, size["S"], size["K"], size["N"])
+    k = abstract(kv, jnp.bfloat16, "batch", None, "kv_heads", None)
+    ids = abstract((B, size["S"]), jnp.int32, "batch", None)
+    traced = jax.jit(jax.value_and_grad(loss)).trace(w, x, k, ids)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    text = compiled.as_text()
+    kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call.*while/body", text)
+    return {
+        "kernels": {k: kernels.count(k) for k in ("fwd", "dq", "dkv")},
+        "segmented": "segmented" in text,
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "gathers": len(re.findall(r" all-gather(?:-start)?\(", text)),
+        "logits_bytes": int(np.prod([B, size["H"], size["S"], size["S"]])) * 4 // 4,  # per device
+    }
+
+
+@functools.cache
+def _results() -> dict[str, dict]:
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
+    }
+    command = [sys.executable, __file__]
+    root = Path(__file__).parents[1]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environ.get("PYTHONPATH")]))
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr[-4000:]
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    return {row["case"]: row for row in map(json.loads, lines)}
+
+
+def test_all_cases_compile():
+    assert set(_results()) == set(CASES)
+
+
+def test_forward_kernel_runs_again_only_when_its_residuals_are_not_saved():
+    results = _results()
+    # A scan's body appears once in the program, so counts are per layer.
+    assert results["none"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
+    assert results["full"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
+    assert results["saved"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_buffer_of_logits(case):
+    row = _results()[case]
+    assert row["temp_bytes"] < 0.5 * row["logits_bytes"]
+
+
+def test_kernels_see_their_own_shards():
+    results = _results()
+    assert results["packed_tensor"]["segmented"] and not results["saved"]["segmented"]
+    assert results["packed_tensor"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
+    assert results["odd_sizes"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
+    assert all(row["gathers"] == 0 for row in results.values())
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps({"case": case} | _compile(case)), flush=True)

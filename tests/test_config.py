@@ -1,0 +1,305 @@
+"""The typed configuration: schemas, conversions, overrides, files, help, diff and fingerprint."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from jaxdist import config
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    global_size: int = 8  # sequences per step, >= 1
+    sequence_length: int = 16
+    """not a comment"""
+
+    def __post_init__(self):
+        if self.global_size < 1:
+            raise ValueError(f"global_size={self.global_size} must be >= 1. Raise it.")
+
+    def scaled(
+        self,
+        global_size: int = 0,  # a method's parameter must not become the field's doc
+    ) -> int:
+        return self.global_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    seed: int = 0  # for everything random
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Base):
+    # per update, > 0; a meaning so long
+    # that it stands above
+    rate: float = 1e-3
+    dims: tuple[int, ...] = (1, 2)
+    pair: tuple[str, float] = ("a", 1.0)
+    policy: Literal["dots", "none", "full"] = "dots"  # what is kept
+    limit: float | None = None  # minutes
+    resume: bool = True
+    name: str = "x"
+    batch: Batch = dataclasses.field(default_factory=Batch)
+    model: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+class Net:
+    def __init__(self, width: int, depth: int = 2, *, rngs: object = None, **more: int):
+        pass
+
+
+SCHEMA = config.schema_of(Run)
+
+
+def faults_of(function, *args, **kwargs) -> tuple[str, ...]:
+    with pytest.raises(config.ConfigError) as caught:
+        function(*args, **kwargs)
+    assert str(caught.value) == "\n".join(caught.value.faults)
+    return caught.value.faults
+
+
+def test_schema_holds_leaves_in_source_order_with_their_comments():
+    assert list(SCHEMA)[:3] == ["seed", "rate", "dims"]
+    assert SCHEMA["batch.global_size"] == config.Field(
+        "batch.global_size", int, 8, "sequences per step, >= 1"
+    )
+    assert SCHEMA["seed"].doc == "for everything random"  # inherited
+    assert SCHEMA["rate"].doc == "per update, > 0; a meaning so long that it stands above"
+    assert SCHEMA["batch.sequence_length"].doc == ""
+    assert "batch" not in SCHEMA and not any(path.startswith("model") for path in SCHEMA)
+
+
+def test_an_owners_default_beats_the_groups_own():
+    @dataclasses.dataclass(frozen=True)
+    class Owner:
+        batch: Batch = Batch(global_size=64)
+
+    assert config.schema_of(Owner)["batch.global_size"].default == 64
+    assert config.from_config_dict(Owner, {}) == Owner()
+
+
+def test_schema_of_a_plain_class_reads_its_init():
+    schema = config.schema_of(Net, "model.")
+    assert {path: field.default for path, field in schema.items()} == {
+        "model.width": config.MISSING,
+        "model.depth": 2,
+    }
+    assert faults_of(config.resolve, {}, schema) == ("config.model.width: not set, required int.",)
+
+
+def test_config_dict_round_trip():
+    tree = config.to_config_dict(Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}}))
+    assert tree.is_locked and tree.batch.is_locked
+    assert tree.dims == (3,) and tree.model.moe.experts == 2
+    tree.limit = 2.5  # None accepts any type
+    assert tree.limit == 2.5
+    back = config.from_config_dict(Run, tree)
+    assert back == Run(dims=(3,), limit=2.5, model={"d_model": 4, "moe": {"experts": 2}})
+
+
+def test_json_round_trip_restores_tuples_and_floats():
+    run = Run(rate=2.0, limit=3.0)
+    text = json.dumps(config.to_config_dict(run).to_dict())
+    assert config.from_config_dict(Run, json.loads(text)) == run
+    assert isinstance(config.from_config_dict(Run, {"rate": 1}).rate, float)
+
+
+def test_from_config_dict_reports_all_faults_at_once():
+    given_ = {"sed": 1, "rate": "fast", "batch": {"global_sizes": 1}, "dims": (1, "a")}
+    assert faults_of(config.from_config_dict, Run, given_) == (
+        "config.sed: no such field. Did you mean config.seed?",
+        "config.batch.global_sizes: no such field. Did you mean config.batch.global_size?",
+        "config.rate: got 'fast', required float.",
+        "config.dims: got (1, 'a'), required tuple of int.",
+    )
+
+
+def test_a_components_own_refusal_is_a_fault_of_its_group():
+    assert faults_of(config.from_config_dict, Run, {"batch": {"global_size": 0}}) == (
+        "config.batch: global_size=0 must be >= 1. Raise it.",
+    )
+
+
+@pytest.mark.parametrize(
+    "path, text, value",
+    [
+        ("seed", "7", 7),
+        ("seed", "-1", -1),
+        ("seed", "1e6", 1_000_000),
+        ("rate", "3", 3.0),
+        ("rate", "1e-4", 1e-4),
+        ("rate", "inf", float("inf")),
+        ("dims", "4", (4,)),
+        ("dims", "4,5", (4, 5)),
+        ("dims", "(4, 5)", (4, 5)),
+        ("dims", "()", ()),
+        ("pair", "b,2", ("b", 2.0)),
+        ("policy", "none", "none"),
+        ("limit", "none", None),
+        ("limit", "5", 5.0),
+        ("resume", "false", False),
+        ("resume", "1", True),
+        ("resume", "No", False),
+        ("name", "none", "none"),
+        ("name", "1", "1"),
+        ("name", "runs/a,b", "runs/a,b"),
+    ],
+)
+def test_parse_value(path, text, value):
+    parsed = config.parse_value(text, SCHEMA[path])
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "path, text, fault",
+    [
+        ("seed", "1.5", "config.seed: got '1.5', required int."),
+        ("seed", "true", "config.seed: got 'true', required int."),
+        ("rate", "abc", "config.rate: got 'abc', required float."),
+        ("dims", '(4,"a")', "config.dims: got '(4,\"a\")', required tuple of int."),
+        ("pair", "b", "config.pair: got 'b', required tuple (str, float)."),
+        ("resume", "2", "config.resume: got '2', required true or false."),
+        ("limit", "x", "config.limit: got 'x', required float or none."),
+        (
+            "policy",
+            "dot",
+            "config.policy: got 'dot', required one of dots, none, full. Did you mean dots?",
+        ),
+    ],
+)
+def test_parse_value_says_what_is_required(path, text, fault):
+    assert faults_of(config.parse_value, text, SCHEMA[path]) == (fault,)
+
+
+@given(st.lists(st.integers()), st.floats(allow_nan=False), st.text())
+def test_what_python_prints_is_read_back(dims, rate, name):
+    assert config.parse_value(repr(tuple(dims)), SCHEMA["dims"]) == tuple(dims)
+    assert config.parse_value(repr(rate), SCHEMA["rate"]) == rate
+    assert config.parse_value(repr(name), SCHEMA["name"]) == name
+
+
+def test_overrides_apply_together_or_not_at_all():
+    tree = config.to_config_dict(Run())
+    bad = {"seed": "5", "stps": "1", "batch": "4", "rate": "x", "global_size": "1"}
+    assert faults_of(config.apply_overrides, tree, bad, SCHEMA) == (
+        "config.stps: no such field. --help with this --config lists all fields.",
+        "config.batch: is a group. Set one of its fields: config.batch.global_size, "
+        "config.batch.sequence_length.",
+        "config.rate: got 'x', required float.",
+        "config.global_size: no such field. Did you mean config.batch.global_size?",
+    )
+    assert tree == config.to_config_dict(Run())
+    config.apply_overrides(tree, {"limit": "3", "batch.global_size": "4"}, SCHEMA)
+    config.apply_overrides(tree, {"limit": "none"}, SCHEMA)
+    assert tree.limit is None and tree.batch.global_size == 4 and tree.is_locked
+
+
+def test_overrides_of_fields_the_file_left_at_their_defaults():
+    tree = ConfigDict({"model": {"target": "Net"}}).lock()
+    schema = config.schema_of(Net, "model.") | config.schema_of(Batch, "batch.")
+    config.apply_overrides(tree, {"model.depth": "9", "batch.global_size": "2"}, schema)
+    assert tree.model.depth == 9 and tree.batch.global_size == 2
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "quick_start.py").write_text(
+        "import dataclasses\nfrom ml_collections import ConfigDict\n"
+        "def get_config(arg=None):\n    return ConfigDict({'arg': arg, 'steps': 1})\n"
+    )
+    (tmp_path / "plain.py").write_text("def get_config():\n    return 3\n")
+    (tmp_path / "broken.py").write_text(
+        "from jaxdist import config\nfrom ml_collections import ConfigDict\n"
+        "def get_config():\n    c = ConfigDict({'steps': 1}).lock()\n    c.stepz = 2\n"
+    )
+    (tmp_path / "syntax.py").write_text("def get_config(:\n")
+    (tmp_path / "empty.py").write_text("")
+    return tmp_path
+
+
+def test_load_by_name_and_by_path(folder, monkeypatch):
+    loaded = config.load("quick-start", folders=[folder])
+    assert loaded.is_locked and loaded.arg is None
+    assert config.load("quick_start:a=1,b:c", folders=[folder]).arg == "a=1,b:c"
+    path = str(folder / "quick_start.py")
+    assert config.load(f"{path}:tiny", folders=[]).arg == "tiny"
+    monkeypatch.chdir(folder)
+    assert config.load("quick_start.py", folders=[]).steps == 1
+
+
+def test_load_accepts_a_dataclass(tmp_path):
+    (tmp_path / "typed.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass C:\n    steps: int = 3\n"
+        "def get_config():\n    return C()\n"
+    )
+    assert config.load("typed", folders=[tmp_path]).steps == 3
+
+
+@pytest.mark.parametrize(
+    "spec, fault",
+    [
+        ("quickstart", "no packaged config 'quickstart'. Did you mean quick_start? There are: "),
+        ("a/nope.py", "no such file: "),
+        ("plain:x", "plain.py takes no argument. Remove ':x'."),
+        ("plain", "get_config returned int, not a ConfigDict."),
+        ("empty", "no get_config. Define get_config(argument=None) -> ConfigDict."),
+        ("broken", "broken.py:5: AttributeError: "),
+        ("syntax", "syntax.py:1: SyntaxError: "),
+    ],
+)
+def test_load_says_what_is_wrong(folder, spec, fault):
+    (found,) = faults_of(config.load, spec, folders=[folder])
+    assert fault in found
+
+
+def test_packaged_folders_exist_in_a_checkout():
+    (folder,) = config.packaged_folders()
+    assert folder.name in ("configs", "_configs")
+
+
+def test_help_lists_every_field_with_type_value_and_meaning():
+    text = config.help_text(config.to_config_dict(Run(seed=4)), SCHEMA)
+    lines = text.splitlines()
+    assert len(lines) == len(SCHEMA)
+    assert lines[0].split() == "--config.seed int = 4 for everything random".split()
+    assert any("one of dots, none, full  = 'dots'" in line for line in lines)
+
+
+def test_diff_names_changed_added_and_removed_paths():
+    old, new = {"a": {"b": (1, 2)}, "c": 1}, {"a": {"b": [1, 2]}, "c": 2, "d": None}
+    changes = config.diff(old, new)
+    assert changes == [config.Change("c", 1, 2), config.Change("d", config.MISSING, None)]
+    assert [str(change) for change in changes] == ["c: 1 -> 2", "d: (absent) -> None"]
+
+
+def test_flatten_and_unflatten_are_inverse():
+    nested = {"a": {"b": 1, "c": {"d": (2,)}}, "e": None}
+    assert config.flatten(nested) == {"a.b": 1, "a.c.d": (2,), "e": None}
+    assert config.unflatten(config.flatten(nested)) == nested
+    assert config.flatten(config.flatten(nested)) == config.flatten(nested)
+
+
+def test_fingerprint_sees_values_and_not_order_or_ignored_paths():
+    one = {"mesh.data": 1, "seed": 0, "dims": (1, 2)}
+    print_of = config.fingerprint
+    assert print_of(one) == print_of(dict(reversed(one.items()))) and len(print_of(one)) == 64
+    assert print_of(one) == print_of({**one, "dims": [1, 2]})  # as read back from JSON
+    assert print_of(one) != print_of({**one, "seed": 1})
+    assert print_of(one) != print_of({**one, "mesh.data": 2})
+    resized = {**one, "mesh.data": 2}
+    assert print_of(one, ignore=["mesh.*"]) == print_of(resized, ignore=["mesh.*"])
+
+
+def test_config_needs_no_jax():
+    code = "import sys; from jaxdist import config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

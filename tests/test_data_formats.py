@@ -1,0 +1,215 @@
+"""Token files and text formats: .bin, Megatron, jsonl, parquet, Hugging Face."""
+
+import gzip
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig, open_dataset
+from jaxdist.data.formats import BLOCK_TOKENS, open_bin, open_megatron, write_megatron
+
+LENGTH_S = 32
+
+
+def opened(tmp_path: Path, vocab_size: int | None = None, **options):
+    config = DataConfig(**{"cache_dir": str(tmp_path / "cache")} | options)
+    return open_dataset(config, sequence_length=LENGTH_S, vocab_size=vocab_size, log=print)
+
+
+def stream_of(dataset) -> np.ndarray:
+    """Returns the training tokens that an epoch shows, sorted, each as often as it is a target."""
+    return np.sort(dataset.read("train", np.arange(dataset.num_train_samples))["targets"].ravel())
+
+
+# --- .bin ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_nanogpt_bin(tmp_path, dtype):
+    tokens = np.arange(10 * BLOCK_TOKENS + 77) % 60_000
+    tokens.astype(dtype).tofile(tmp_path / "train.bin")
+    path = str(tmp_path / "train.bin")
+    dataset = opened(tmp_path, source="bin", path=path, bin_dtype=dtype, validation_share=0)
+    count = (len(tokens) - 1) // LENGTH_S * LENGTH_S
+    assert np.array_equal(stream_of(dataset), np.sort(tokens[1 : count + 1]))
+    assert dataset.tokenizer is None and dataset.bytes_per_token is None
+    with pytest.raises(ConfigError, match="model.vocab_size to 60000"):
+        opened(tmp_path, 50_257, source="bin", path=path, bin_dtype=dtype)
+
+
+def test_bin_holds_out_blocks_or_another_file(tmp_path):
+    tokens = np.arange(300 * BLOCK_TOKENS) // BLOCK_TOKENS  # every token tells its block
+    tokens.astype(np.uint16).tofile(tmp_path / "train.bin")
+    tokens[:500].astype(np.uint16).tofile(tmp_path / "val.bin")
+    path = str(tmp_path / "train.bin")
+    dataset = opened(tmp_path, source="bin", path=path, validation_tokens=BLOCK_TOKENS * 40)
+    held = {
+        t for b in dataset.validation_batches(512) for t in np.unique(b["tokens"][b["weights"] > 0])
+    }
+    train = set(np.unique(dataset.read("train", np.arange(dataset.num_train_samples))["tokens"]))
+    assert 5 < len(held) < 30 and not held & train and len(held | train) == 300
+    other = opened(tmp_path, source="bin", path=path, validation_path=str(tmp_path / "val.bin"))
+    assert other.num_validation_tokens == 499 and other.num_train_tokens == len(tokens)
+
+
+def test_bin_with_header_and_several_shards(tmp_path):
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, 1000
+    for number in range(3):
+        body = (np.arange(1000) + 1000 * number).astype(np.uint16)
+        (tmp_path / f"fineweb_{number}.bin").write_bytes(header.tobytes() + body.tobytes())
+    store = open_bin(DataConfig(source="bin", path=str(tmp_path / "fineweb_*.bin")))
+    assert store.num_tokens == 3000 and store.max_id == 2999
+    dataset = opened(
+        tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0
+    )
+    count = 2999 // LENGTH_S * LENGTH_S
+    assert np.array_equal(stream_of(dataset), np.arange(1, count + 1))  # across shards
+
+
+def test_a_bin_file_cut_off_is_refused(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"\1\2\3")
+    with pytest.raises(ConfigError, match="cut off"):
+        opened(tmp_path, source="bin", path=str(tmp_path / "odd.bin"))
+
+
+# --- Megatron ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_megatron_round_trip(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 60_000, n) for n in rng.integers(0, 200, 300)]
+    write_megatron(tmp_path / "corpus", documents, dtype=dtype)
+    for path in ("corpus", "corpus.bin", "corpus.idx", "c*"):
+        store = open_megatron(DataConfig(source="megatron", path=str(tmp_path / path)))
+        found = [
+            store.files[f].tokens[s : s + n]
+            for f, s, n in zip(store.file, store.start, store.length, strict=True)
+        ]
+        assert len(found) == len(documents)
+        assert all(np.array_equal(a, b) for a, b in zip(found, documents, strict=True))
+    with pytest.raises(FileExistsError):
+        write_megatron(tmp_path / "corpus", documents)
+
+
+def test_megatron_index_has_the_layout_of_megatron(tmp_path):
+    write_megatron(tmp_path / "two", [np.array([7, 8, 9]), np.array([1])])
+    expected = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2, 3)
+    assert len(expected) == 34
+    expected += struct.pack("<2i2q3q", 3, 1, 0, 6, 0, 1, 2)
+    assert (tmp_path / "two.idx").read_bytes() == expected
+    assert (tmp_path / "two.bin").read_bytes() == struct.pack("<4H", 7, 8, 9, 1)
+
+
+def test_megatron_documents_of_several_sequences(tmp_path):
+    np.arange(10, dtype="<u2").tofile(tmp_path / "m.bin")
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 3)
+    index += struct.pack("<3i3q3q", 4, 2, 4, 0, 8, 12, 0, 2, 3)  # sequences 0, 1 | 2
+    (tmp_path / "m.idx").write_bytes(index)
+    store = open_megatron(DataConfig(source="megatron", path=str(tmp_path / "m")))
+    assert store.start.tolist() == [0, 6] and store.length.tolist() == [6, 4]
+
+
+def test_megatron_trains_packed(tmp_path):
+    write_megatron(tmp_path / "corpus", [np.full(50, n) for n in range(200)])
+    dataset = opened(
+        tmp_path, source="megatron", path=str(tmp_path / "corpus"), packing="documents"
+    )
+    batch = dataset.train_batch(0, 16)
+    used = batch["weights"] > 0
+    assert used.any() and np.array_equal(batch["tokens"][used], batch["targets"][used])
+    assert dataset.num_validation_tokens % 49 == 0 and dataset.num_validation_tokens > 0
+
+
+@pytest.mark.parametrize("damage", ["magic", "short", "no data", "too little data"])
+def test_damaged_megatron_is_refused(tmp_path, damage):
+    write_megatron(tmp_path / "c", [np.arange(100)] * 3)
+    index, data = tmp_path / "c.idx", tmp_path / "c.bin"
+    if damage == "magic":
+        index.write_bytes(b"X" + index.read_bytes()[1:])
+    elif damage == "short":
+        index.write_bytes(index.read_bytes()[:-1])
+    elif damage == "no data":
+        data.unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ConfigError):
+        opened(tmp_path, source="megatron", path=str(tmp_path / "c"))
+
+
+def test_megatron_writer_refuses_ids_that_do_not_fit(tmp_path):
+    with pytest.raises(ValueError, match="does not fit"):
+        write_megatron(tmp_path / "c", [np.array([70_000])])
+    with pytest.raises(ValueError, match="uint32"):
+        write_megatron(tmp_path / "d", [], dtype="uint32")
+
+
+# --- jsonl ---------------------------------------------------------------------------------------
+
+RECORDS = [{"body": f"text number {n} " * 5, "id": f"doc-{n}"} for n in range(100)]
+
+
+def test_jsonl_plain_and_compressed_agree(tmp_path):
+    lines = "\n".join(map(json.dumps, RECORDS)) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
+        stream.write(lines)
+    plain, packed = (
+        opened(tmp_path, source="jsonl", path=str(tmp_path / name), text_field="body")
+        for name in ("a.jsonl", "a.jsonl.gz")
+    )
+    assert plain.fingerprint == packed.fingerprint and plain.num_validation_tokens > 0
+    assert plain.num_train_tokens < sum(len(record["body"]) for record in RECORDS)
+
+
+@pytest.mark.parametrize(
+    "line,words", [("{", "not JSON"), ('{"a": 1}', "has: a"), ("[1]", "has: list")]
+)
+def test_jsonl_faults_name_the_line(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        opened(tmp_path, source="jsonl", path=str(tmp_path))
+    assert words in str(caught.value)
+
+
+# --- parquet, Hugging Face -----------------------------------------------------------------------
+
+
+def test_parquet_equals_jsonl(tmp_path):
+    reason = "extra `hf` is not installed"
+    arrow = pytest.importorskip("pyarrow", reason=reason)
+    parquet = pytest.importorskip("pyarrow.parquet", reason=reason)
+    parquet.write_table(arrow.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    one, two = (
+        opened(tmp_path, source=kind, path=str(tmp_path / f"a.{kind}"), text_field="body")
+        for kind in ("parquet", "jsonl")
+    )
+    assert one.fingerprint == two.fingerprint
+    with pytest.raises(ConfigError, match="no column 'text' .has: body, id"):
+        opened(tmp_path, source="parquet", path=str(tmp_path / "a.parquet"))
+    (tmp_path / "b.parquet").write_text("nothing")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        opened(tmp_path, source="parquet", path=str(tmp_path / "b.parquet"))
+
+
+def test_huggingface_folder_equals_jsonl(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "hf")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    one = opened(tmp_path, source="huggingface", path=str(tmp_path / "hf"), text_field="body")
+    two = opened(tmp_path, source="jsonl", path=str(tmp_path / "a.jsonl"), text_field="body")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "a.jsonl").rename(tmp_path / "data" / "train.jsonl")
+    name = str(tmp_path / "data")  # through load_dataset, with a split
+    three = opened(tmp_path, source="huggingface", path=f"{name}::train", text_field="body")
+    assert one.fingerprint == two.fingerprint == three.fingerprint
+    with pytest.raises(ConfigError, match="no column 'text'"):
+        opened(tmp_path, source="huggingface", path=str(tmp_path / "hf"))
+    with pytest.raises(ConfigError, match="cannot load it"):
+        opened(tmp_path, source="huggingface", path=f"{name}::nosplit")

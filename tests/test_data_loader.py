@@ -1,0 +1,139 @@
+"""Batches on devices: what arrives, where, in which order, and what happens when reading fails."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig, SourceError, open_dataset
+from jaxdist.data.loader import Loader, Placer
+
+LENGTH_S, GLOBAL_G = 16, 8
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * 20)
+    config = DataConfig(
+        source="text", path=str(tmp_path), cache_dir=str(tmp_path / "cache"), packing="documents"
+    )
+    return open_dataset(config, sequence_length=LENGTH_S, log=print)
+
+
+def shardings(name: str, ndim: int) -> NamedSharding:
+    """Returns rows over `data`, sequence over `context`, on all eight devices."""
+    assert len(jax.devices()) == 8
+    mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, PartitionSpec(*("data", "context")[:ndim]))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "jaxdist" in thread.name]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("split_reading", [False, True])
+def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch, split_reading):
+    options = {"prefetch": prefetch, "split_reading": split_reading}
+    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings, start=7, **options) as loader:
+        for step in range(7, 12):
+            assert loader.step == step
+            batch, expected = next(loader), dataset.train_batch(step, GLOBAL_G)
+            assert batch.keys() == expected.keys()
+            for name, array in batch.items():
+                assert array.sharding == shardings(name, array.ndim)
+                assert array.dtype == expected[name].dtype
+                np.testing.assert_array_equal(np.asarray(array), expected[name])
+        assert loader.data_wait_s > 0
+
+
+def test_constant_entries_stay_on_the_device(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    config = DataConfig(source="text", path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"))
+    dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
+    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings) as loader:
+        one, two = next(loader), next(loader)
+    assert one["weights"] is two["weights"] and one["positions"] is two["positions"]
+    assert one["tokens"] is not two["tokens"]
+
+
+def test_a_process_reads_only_the_rows_of_its_devices(dataset):
+    class Half(NamedSharding):
+        """Seen from a process that holds the last four devices: rows 4 to 7."""
+
+        def addressable_devices_indices_map(self, global_shape):
+            whole = super().addressable_devices_indices_map(global_shape)
+            mine = set(self.mesh.devices.flat[4:])
+            return {device: index for device, index in whole.items() if device in mine}
+
+    full = shardings("tokens", 2)
+    placer = Placer(lambda name, ndim: Half(full.mesh, full.spec), GLOBAL_G, split_reading=True)
+    assert placer.rows.tolist() == [4, 5, 6, 7]
+    read = dataset.train_batch(3, GLOBAL_G, placer.rows)
+    whole = dataset.train_batch(3, GLOBAL_G)
+    assert all(np.array_equal(read[name], whole[name][4:]) for name in whole)
+
+
+def test_validation_ends_after_every_held_out_token(dataset):
+    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings, split="validation") as loader:
+        batches = list(loader)
+    assert len(batches) == dataset.num_validation_batches(GLOBAL_G) > 1
+    total = sum(float(batch["weights"].sum()) for batch in batches)
+    assert total == dataset.num_validation_tokens
+    assert not threads()
+
+
+class Dying:
+    """A source that fails at step 3."""
+
+    name = "dying corpus"
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+    def train_batch(self, step, global_size, rows):
+        if step == 3:
+            raise OSError("disk gone")
+        return self._dataset.train_batch(step, global_size, rows)
+
+    num_validation_batches = validation_batch = None
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_dying_source_is_reported_after_the_good_batches(dataset, prefetch):
+    loader = Loader(
+        Dying(dataset), global_size=GLOBAL_G, shardings=shardings, start=1, prefetch=prefetch
+    )
+    next(loader), next(loader)
+    with pytest.raises(SourceError, match="train batch 3 .*dying corpus: OSError: disk gone") as e:
+        next(loader)
+    assert isinstance(e.value.__cause__, OSError)
+    assert not threads()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_close_ends_the_thread(dataset):
+    loader = Loader(dataset, global_size=GLOBAL_G, shardings=shardings)
+    assert threads() == ["jaxdist-train-data"]
+    next(loader)
+    loader.close()
+    loader.close()
+    assert not threads()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_validation_of_nothing_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    config = DataConfig(
+        source="text", path=str(tmp_path), validation_share=0, cache_dir=str(tmp_path / "cache")
+    )
+    dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
+    with pytest.raises(ConfigError, match="nothing is held out"):
+        Loader(dataset, global_size=GLOBAL_G, shardings=shardings, split="validation")
+    assert not threads()

@@ -1,0 +1,129 @@
+"""Chips, flags, platform detection and optional packages."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from jaxdist import extras, hardware
+
+
+def test_every_chip_is_complete_sourced_and_found_by_kind():
+    assert len(hardware.CHIPS) >= 19
+    kinds = [kind for chip in hardware.CHIPS for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    for chip in hardware.CHIPS:
+        assert all(hardware.chip_for(kind) is chip for kind in chip.device_kinds)
+        assert len(chip.source) > 10 and "://" not in chip.source
+        assert all(1e12 < peak < 2e16 for peak in chip.peak_flops_per_s.values()), chip.name
+        assert 7e9 < chip.hbm_bytes < 4e11 and 2e11 < chip.hbm_bytes_per_s < 1e13
+        assert 1e10 < chip.link_bytes_per_s * chip.num_links < 1e12
+
+
+@pytest.mark.parametrize("kind", ["", "cpu", "NVIDIA H300", "NVIDIA A100", "TPU v9", "h100"])
+def test_an_unknown_chip_is_none_and_never_guessed(kind):
+    assert hardware.chip_for(kind) is None
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),  # dense; 1979 is the sparse figure
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("TPU v5 lite", "bfloat16", 197),
+        ("TPU v5", "bfloat16", 459),
+        ("TPU v6 lite", "bfloat16", 918),
+        ("TPU7x", "bfloat16", 1153.5),  # two devices share a chip of 2307
+        ("TPU v3", "bfloat16", 61.5),
+        ("Tesla T4", "bfloat16", None),
+        ("TPU v5", "float32", None),
+    ],
+)
+def test_peaks_are_dense_and_per_device(kind, dtype, tflops):
+    chip = hardware.chip_for(kind)
+    assert chip is not None
+    peak = chip.peak(dtype)
+    assert peak is None if tflops is None else math.isclose(peak, tflops * 1e12)
+
+
+def test_the_compiler_never_grants_much_more_memory_than_is_sold():
+    tpus = [chip for chip in hardware.CHIPS if chip.compiler_hbm_bytes]
+    assert len(tpus) == 7
+    assert all(0.9 < chip.compiler_hbm_bytes / chip.hbm_bytes < 1.01 for chip in tpus)
+
+
+def test_tpu_peaks_follow_from_the_clock():
+    for name, macs_per_cycle in [("TPU v5e", 4 * 128**2), ("TPU v6e", 4 * 256**2)]:
+        (chip,) = [chip for chip in hardware.CHIPS if chip.name == name]
+        assert math.isclose(2 * macs_per_cycle * chip.clock_hz, chip.peak("bfloat16"), rel_tol=0.02)
+
+
+def test_flags_are_added_behind_the_users_own():
+    flags = hardware.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
+    assert flags["XLA_FLAGS"] == (
+        "--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true"
+    )
+    assert flags["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
+
+
+def test_the_users_values_always_win():
+    environ = {
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+    }
+    assert hardware.flag_environment("gpu", environ) == {}
+    once = hardware.flag_environment("tpu", {})
+    assert once and hardware.flag_environment("tpu", once) == {}
+    assert hardware.flag_environment("cpu", {}) == {}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
+def test_the_flag_table_gives_a_reason_and_a_source(platform):
+    text = hardware.flag_table(platform)
+    for flag in hardware.platform_flags(platform):
+        assert flag.name in text and flag.why in text and flag.source in text
+
+
+def start_jax(flags: str) -> subprocess.CompletedProcess:
+    code = (
+        f"import os; os.environ.update(JAX_PLATFORMS='cpu', XLA_FLAGS={flags!r});"
+        "import jax; jax.devices(); jax.numpy.zeros(1)"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+
+
+def test_jaxlib_knows_the_gpu_flags():
+    assert start_jax("--xla_gpu_no_such_flag=1").returncode != 0  # an unknown one would abort
+    assert start_jax(hardware.flag_environment("gpu", {})["XLA_FLAGS"]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "environ, files, platform",
+    [
+        ({"JAX_PLATFORMS": "cpu"}, {"/dev/nvidia0"}, "cpu"),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, set(), "gpu"),
+        ({"JAX_PLATFORMS": "tpu"}, set(), "tpu"),
+        ({"JAX_PLATFORMS": ""}, {"/dev/nvidia0"}, "gpu"),
+        ({}, {"/dev/accel0"}, "tpu"),
+        ({}, {"/dev/vfio/0"}, "tpu"),
+        ({}, {"/dev/vfio"}, "cpu"),
+        ({}, set(), "cpu"),
+    ],
+)
+def test_detect_platform(environ, files, platform):
+    assert hardware.detect_platform(environ, exists=files.__contains__) == platform
+
+
+def test_extras_load_returns_the_module():
+    assert extras.load("json", extra="text").dumps(1) == "1"
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+    (tmp_path / "wrapper_of_missing.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(extras.EXTRAS, "no_such_module", "hf")
+    with pytest.raises(ImportError, match=r'pip install "jaxdist\[text\]"'):
+        extras.load("wrapper_of_missing", extra="text")
+    with pytest.raises(ImportError, match=r'pip install "jaxdist\[hf\]"'):
+        extras.load("no_such_module")

@@ -1,0 +1,448 @@
+"""Optimizers and schedules: closed forms, roles, stacks against single layers, state sharding."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import config as configs
+from jaxdist import optimizers
+from jaxdist.optimizers import OptimizerConfig, Role
+
+L, D, F, H, N, V = 3, 8, 16, 2, 4, 32
+
+# path -> (shape, logical names of the trailing dims, sharding on a (fsdp 4, tensor 2) mesh)
+PARAMETERS = {
+    "embed/table": ((V, D), ("vocab", "d_model"), P("tensor", "fsdp")),
+    "embed/positions": ((V, D), ("positions", "d_model"), P(None, "fsdp")),
+    "blocks/q": ((L, D, H, N), ("d_model", "heads", "head_dim"), P(None, "fsdp", "tensor")),
+    "blocks/q_bias": ((L, H, N), ("heads", "head_dim"), P(None, "tensor")),
+    "blocks/o": ((L, H, N, D), ("heads", "head_dim", "d_model"), P(None, "tensor", None, "fsdp")),
+    "blocks/up": ((L, D, F), ("d_model", "d_ff"), P(None, "fsdp", "tensor")),
+    "blocks/down": ((L, F, D), ("d_ff", "d_model"), P(None, "tensor", "fsdp")),
+    "blocks/norm/scale": ((L, D), ("d_model",), P(None, "fsdp")),
+    "head/kernel": ((D, V), ("d_model", "vocab"), P("fsdp", "tensor")),
+}
+MATRICES = {"blocks/q", "blocks/o", "blocks/up", "blocks/down"}
+
+
+def nest(flat):
+    tree = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def flatten(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
+    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+NAMES = nest({path: names for path, (_, names, _) in PARAMETERS.items()})
+SPECS = nest({path: spec for path, (_, _, spec) in PARAMETERS.items()})
+ABSTRACT = nest({p: jax.ShapeDtypeStruct(s, jnp.float32) for p, (s, _, _) in PARAMETERS.items()})
+
+
+def random_like(abstract, seed, dtype=jnp.float32):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), dtype), abstract)
+
+
+def constant(rate):
+    return lambda step: jnp.full((), rate)
+
+
+def build(config, rate=1.0):
+    return optimizers.build_optimizer(config, constant(rate), ABSTRACT, NAMES)
+
+
+def test_every_field_has_a_documented_range():
+    schema = configs.schema_of(OptimizerConfig)
+    assert len(schema) == len(dataclasses.fields(OptimizerConfig)) <= 20
+    assert all(len(field.doc) > 10 for field in schema.values())
+    assert optimizers.faults(OptimizerConfig(), 1000) == []
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"name": "adam"}, "optimizer.name = 'adam'"),
+        ({"schedule": "cosin"}, "Did you mean cosine?"),
+        ({"learning_rate": 0.0}, "must be > 0"),
+        ({"learning_rate": math.nan}, "must be > 0"),
+        ({"warmup_steps": -1}, "must be >= 0"),
+        ({"warmup_steps": 51}, "must be <= train.steps = 50"),
+        ({"warmup_steps": 5, "decay_steps": 4}, "must be <= optimizer.decay_steps = 4"),
+        ({"decay_steps": 0, "warmup_steps": 0}, "must be >= 1"),
+        ({"decay_fraction": 0.0}, "in (0, 1]"),
+        ({"final_learning_rate": 1.5}, "in [0, 1]"),
+        ({"b2": 1.0}, "in [0, 1)"),
+        ({"reference_batch": 0}, "must be >= 1"),
+    ],
+)
+def test_faults_name_the_field_and_the_rule(change, text):
+    legal = OptimizerConfig(warmup_steps=10)
+    assert optimizers.faults(legal, 50) == []
+    (fault,) = optimizers.faults(dataclasses.replace(legal, **change), 50)
+    assert text in fault and f"optimizer.{next(iter(change))}" in fault
+
+
+def test_all_faults_are_raised_at_once():
+    wrong = OptimizerConfig(name="adam", b1=2.0)
+    with pytest.raises(configs.ConfigError) as raised:
+        build(wrong)
+    assert len(raised.value.faults) == 2
+    with pytest.raises(configs.ConfigError):
+        optimizers.build_schedule(OptimizerConfig(warmup_steps=11), 10, 1)
+
+
+SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
+    ({"schedule": "constant"}, {0: 0.2, 4: 1.0, 9: 2.0, 10: 2.0, 1000: 2.0}),
+    ({"schedule": "linear"}, {0: 0.2, 9: 2.0, 10: 2.0, 60: 1.0, 109: 0.02, 110: 0, 500: 0}),
+    ({"schedule": "linear", "final_learning_rate": 0.5}, {60: 1.5, 110: 1.0, 500: 1.0}),
+    ({"schedule": "linear", "decay_steps": 60}, {10: 2.0, 35: 1.0, 60: 0.0, 110: 0.0}),
+    (
+        {"schedule": "cosine"},
+        {0: 0.2, 9: 2.0, 10: 2.0, 35: 1 + math.sqrt(0.5), 60: 1.0, 85: 1 - math.sqrt(0.5), 110: 0},
+    ),
+    ({"schedule": "cosine", "final_learning_rate": 0.1}, {10: 2.0, 60: 1.1, 110: 0.2}),
+    ({"schedule": "wsd", "decay_fraction": 0.5}, {9: 2.0, 54: 2.0, 55: 2.0, 82.5: 1.0, 110: 0}),
+    ({"schedule": "wsd", "decay_fraction": 1.0}, {9: 2.0, 10: 2.0, 60: 1.0, 110: 0.0}),
+    ({"schedule": "inverse_sqrt"}, {0: 0.2, 9: 2.0, 10: 2 * math.sqrt(10 / 11), 39: 1.0}),
+    ({"schedule": "constant", "warmup_steps": 0}, {0: 2.0, 1: 2.0}),
+    ({"schedule": "inverse_sqrt", "warmup_steps": 0}, {0: 2.0, 3: 1.0}),
+    ({"schedule": "cosine", "warmup_steps": 110}, {0: 2 / 110, 109: 2.0, 110: 2.0}),
+]
+
+
+@pytest.mark.parametrize("change, points", SCHEDULES)
+def test_schedule_has_its_closed_form(change, points):
+    config = OptimizerConfig(**({"learning_rate": 2.0, "warmup_steps": 10} | change))
+    schedule = optimizers.build_schedule(config, 110, 8)
+    traced = jax.jit(schedule)
+    for step, expected in points.items():
+        assert schedule(step).dtype == jnp.float32
+        assert float(schedule(step)) == pytest.approx(expected, rel=1e-6, abs=1e-6), step
+        assert float(traced(step)) == pytest.approx(expected, rel=1e-6, abs=1e-6), step
+    assert float(schedule(0)) > 0  # the first update moves the parameters
+    assert float(schedule((config.decay_steps or 110) - 1)) > 0  # and so does the last
+
+
+def test_quickstart_recipe():
+    """Muon 0.01, Adam at 0.3 of it, 100 warm-up steps, linear to zero over the last 60 %."""
+    config = OptimizerConfig(
+        name="muon",
+        learning_rate=0.01,
+        other_learning_rate_ratio=0.3,
+        schedule="wsd",
+        decay_fraction=0.6,
+    )
+    schedule = optimizers.build_schedule(config, 1000, 32)
+    points = {0: 1e-4, 99: 0.01, 250: 0.01, 400: 0.01, 700: 0.005, 1000: 0.0}
+    for step, expected in points.items():
+        assert float(schedule(step)) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("scaling, factor", [("none", 1), ("sqrt", 2), ("linear", 4)])
+def test_peak_follows_the_batch(scaling, factor):
+    config = OptimizerConfig(
+        learning_rate=0.1, learning_rate_scaling=scaling, reference_batch=64, warmup_steps=1
+    )
+    schedule = optimizers.build_schedule(config, 100, 256)
+    assert float(schedule(0)) == pytest.approx(0.1 * factor)
+
+
+def test_which_schedules_depend_on_the_length_of_the_run():
+    for name, expected in [("cosine", True), ("wsd", True), ("constant", False)]:
+        config = OptimizerConfig(schedule=name)
+        short, long = (optimizers.build_schedule(config, steps, 1)(190) for steps in (200, 400))
+        assert bool(short != long) == optimizers.depends_on_train_steps(config) == expected
+    assert not optimizers.depends_on_train_steps(OptimizerConfig(decay_steps=500))
+
+
+def test_roles_follow_names_not_ranks():
+    roles = flatten(optimizers.roles(ABSTRACT, NAMES))
+    assert {path for path, role in roles.items() if role.kind == "matrix"} == MATRICES
+    assert roles["blocks/q"] == Role("matrix", 3, (-3,), (-2, -1))
+    assert roles["blocks/o"] == Role("matrix", 3, (-3, -2), (-1,))
+    assert roles["blocks/down"] == Role("matrix", 2, (-2,), (-1,))
+    assert roles["embed/table"].kind == roles["embed/positions"].kind == "embedding"
+    assert roles["head/kernel"].kind == "head"
+    assert roles["blocks/norm/scale"] == Role("vector", 1)
+    assert roles["blocks/q_bias"].kind == "vector"
+
+
+@pytest.mark.parametrize(
+    "path, shape, names, expected",
+    [
+        ("blocks/moe/up", (L, 4, D, F), ("experts", "d_model", "d_ff"), ("matrix", (-2,), (-1,))),
+        ("blocks/moe/bias", (L, 4, F), ("experts", "d_ff"), ("vector", (), ())),
+        ("blocks/moe/router", (L, D, 4), ("d_model", "experts"), ("matrix", (-2,), (-1,))),
+        ("patch", (4, 4, 3, D), (None, None, None, "d_model"), ("matrix", (-4, -3, -2), (-1,))),
+        ("dense/kernel", (D, F), None, ("matrix", (-2,), (-1,))),
+        ("dense/bias", (F,), (), ("vector", (), ())),
+        ("blocks/dense/kernel", (L, D, F), None, ("matrix", (-2,), (-1,))),
+        ("blocks/norm/scale", (L, D), None, ("vector", (), ())),
+        ("token_embedding/weight", (V, D), None, ("embedding", (), ())),
+        ("blocks/gain", (L,), (), ("vector", (), ())),
+        ("temperature", (), None, ("vector", (), ())),
+    ],
+)
+def test_role_of(path, shape, names, expected):
+    role = optimizers.role_of(path.split("/"), shape, names)
+    assert (role.kind, role.reduction, role.output) == expected
+
+
+def test_more_names_than_dims_are_refused():
+    with pytest.raises(ValueError, match="a/b: logical names .* at most one name per dim"):
+        optimizers.role_of(["a", "b"], (4,), ("d_model", "d_ff"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
+@pytest.mark.parametrize("decay_embeddings", [True, False])
+def test_weight_decay_touches_what_it_should(name, decay_embeddings):
+    """With zero gradients, only decay moves a parameter: by rate * ratio * decay * itself."""
+    config = OptimizerConfig(
+        name=name,
+        weight_decay=0.5,
+        decay_embeddings=decay_embeddings,
+        other_learning_rate_ratio=0.3,
+    )
+    params = random_like(ABSTRACT, 0)
+    transform = build(config, rate=0.1)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = transform.update(zeros, transform.init(params), params)
+    for path, update in flatten(updates).items():
+        decays = path in MATRICES | {"head/kernel"} or ("embed" in path and decay_embeddings)
+        ratio = 0.3 if name == "muon" and path not in MATRICES else 1.0
+        expected = -0.1 * ratio * 0.5 * decays * flatten(params)[path]
+        np.testing.assert_allclose(update, expected, rtol=1e-6, atol=1e-8, err_msg=path)
+
+
+RATES = {"adamw": 0.05, "lion": 0.05, "adafactor": 0.05, "sgd": 0.05, "muon": 0.1}
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_optimizer_lowers_a_quadratic(name, dtype):
+    target, params = random_like(ABSTRACT, 1), random_like(ABSTRACT, 2, dtype)
+    config = OptimizerConfig(
+        name=name, learning_rate=RATES[name], weight_decay=0.0, schedule="linear", warmup_steps=5
+    )
+    schedule = optimizers.build_schedule(config, 100, 1)
+    transform = optimizers.build_optimizer(config, schedule, ABSTRACT, NAMES)
+
+    def losses(params):
+        return jax.tree.map(
+            lambda x, t: 0.5 * jnp.sum((x.astype(jnp.float32) - t) ** 2), params, target
+        )
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(lambda p: sum(jax.tree.leaves(losses(p))))(params)
+        updates, state = transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    before, state = flatten(losses(params)), transform.init(params)
+    structure = jax.tree.structure(state)
+    for _ in range(100):
+        params, state = step(params, state)
+    assert jax.tree.structure(state) == structure
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floats} <= {jnp.dtype(jnp.float32)}
+    for path, after in flatten(losses(params)).items():  # each leaf, so each part of an optimizer
+        assert after < 0.5 * before[path], path
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
+def test_momentum_dtype_is_that_of_the_first_moment_only(name):
+    transform = build(OptimizerConfig(name=name, momentum_dtype="bfloat16"))
+    paths = jax.tree_util.tree_leaves_with_path(jax.eval_shape(transform.init, ABSTRACT))
+    names = [[getattr(key, "name", "") for key in path] for path, _ in paths]
+    moments = [n for n, (_, leaf) in zip(names, paths, strict=True) if leaf.dtype == jnp.bfloat16]
+    assert len(moments) == len(PARAMETERS)
+    assert all("mu" in n or "trace" in n for n in moments)
+
+
+@pytest.mark.parametrize(
+    "name, theirs",
+    [
+        ("adamw", lambda mask: optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)),
+        ("lion", lambda mask: optax.lion(0.1, 0.9, 0.95, weight_decay=0.1, mask=mask)),
+    ],
+)
+def test_same_as_the_optax_alias(name, theirs):
+    config, params = OptimizerConfig(name=name), random_like(ABSTRACT, 3)
+    mask = optimizers.decay_mask(config, optimizers.roles(ABSTRACT, NAMES))
+    assert len(set(jax.tree.leaves(mask))) == 2
+    transforms = build(config, rate=0.1), theirs(mask)
+    states = [transform.init(params) for transform in transforms]
+    for seed in range(3):
+        grads = random_like(ABSTRACT, 10 + seed)
+        ours, states[0] = transforms[0].update(grads, states[0], params)
+        expected, states[1] = transforms[1].update(grads, states[1], params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)
+
+
+def matrix_of(path, layer):
+    """Returns one layer's [inputs, outputs] matrix, written out by hand for each kernel."""
+    shape = {"q": (D, H * N), "o": (H * N, D), "up": (D, F), "down": (F, D)}
+    return np.asarray(layer).reshape(shape[path.rsplit("/")[-1]])
+
+
+def test_muon_on_stacks_equals_muon_on_each_layer():
+    config = OptimizerConfig(name="muon", weight_decay=0.0, momentum=0.9)
+    transform, params = build(config, rate=1.0), random_like(ABSTRACT, 4)
+    grads = [random_like(ABSTRACT, seed) for seed in (5, 6)]
+    state = transform.init(params)
+    for grad in grads:
+        updates, state = transform.update(grad, state, params)
+    for path in MATRICES:
+        for layer in range(L):
+            single = optax.contrib.muon(1.0, beta=0.9)  # its own rule: rank 2 gets Muon
+            flat = [jnp.asarray(matrix_of(path, flatten(grad)[path][layer])) for grad in grads]
+            state = single.init(flat[0])
+            for grad in flat:
+                expected, state = single.update(grad, state, flat[0])
+            ours = matrix_of(path, flatten(updates)[path][layer])
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("rms", [0.0, 0.2])
+def test_muon_updates_are_orthogonal_and_scaled_by_shape(rms):
+    config = OptimizerConfig(name="muon", weight_decay=0.0, muon_update_rms=rms)
+    transform, params = build(config, rate=1.0), random_like(ABSTRACT, 7)
+    updates, _ = transform.update(random_like(ABSTRACT, 8), transform.init(params), params)
+    scales = set()
+    for path in MATRICES:
+        for layer in range(L):
+            inputs, outputs = matrix_of(path, flatten(params)[path][layer]).shape
+            scale = rms * math.sqrt(max(inputs, outputs)) or math.sqrt(max(1, outputs / inputs))
+            values = np.linalg.svd(matrix_of(path, flatten(updates)[path][layer]))[1] / scale
+            assert 0.65 < values.min() and values.max() < 1.25, (path, values)
+            scales.add(round(scale, 3))
+    assert len(scales) > 1  # the convention is visible at these shapes
+
+
+def test_muon_gives_adam_its_own_rate_elsewhere():
+    params, grads = random_like(ABSTRACT, 9), random_like(ABSTRACT, 10)
+
+    def updates(config):
+        transform = build(config, rate=0.01)
+        return flatten(transform.update(grads, transform.init(params), params)[0])
+
+    muon = updates(OptimizerConfig(name="muon", other_learning_rate_ratio=0.25))
+    adam = updates(OptimizerConfig(name="adamw"))
+    for path in PARAMETERS:
+        equal = np.allclose(muon[path], 0.25 * adam[path], rtol=1e-5, atol=1e-8)
+        assert equal == (path not in MATRICES), path
+
+
+def test_adafactor_on_stacks_equals_adafactor_on_each_layer():
+    shape, names = (2, 128, 128), {"blocks": {"w": ("d_model", "d_ff")}}
+    params = {"blocks": {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}}
+    params["blocks"]["w"] *= jnp.asarray([1.0, 5.0])[:, None, None]  # so that layers' RMS differ
+    grads = random_like(params, 12)
+    config = OptimizerConfig(name="adafactor", weight_decay=0.0)
+    transform = optimizers.build_optimizer(config, constant(0.1), params, names)
+    state = transform.init(params)
+    assert max(x.size for x in jax.tree.leaves(state)) == 2 * 128  # it is factored
+    updates, _ = transform.update(grads, state, params)
+    single = optax.adafactor(0.1)
+    for layer in range(2):
+        param, grad = params["blocks"]["w"][layer], grads["blocks"]["w"][layer]
+        expected, _ = single.update(grad, single.init(param), param)
+        np.testing.assert_allclose(updates["blocks"]["w"][layer], expected, rtol=1e-5, atol=1e-8)
+
+
+def mesh_4x2():
+    assert len(jax.devices()) >= 8
+    return Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
+
+
+def shardings(mesh, specs):
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
+def test_moments_are_sharded_like_their_parameters(name):
+    mesh, params = mesh_4x2(), random_like(ABSTRACT, 13)
+    transform = build(OptimizerConfig(name=name), rate=0.1)
+    abstract_state = jax.eval_shape(transform.init, ABSTRACT)
+    specs = optimizers.state_specs(abstract_state, ABSTRACT, SPECS)
+    params_on = jax.device_put(params, shardings(mesh, SPECS))
+    grads = random_like(ABSTRACT, 14)
+    grads_on = jax.device_put(grads, shardings(mesh, SPECS))
+    places = shardings(mesh, specs)
+    state = jax.jit(transform.init, out_shardings=places)(params_on)
+    updates, state = jax.jit(transform.update, out_shardings=(shardings(mesh, SPECS), places))(
+        grads_on, state, params_on
+    )
+    owned = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        keys = [getattr(key, "key", None) for key in path]
+        owner = next((p for p in PARAMETERS if keys[-len(p.split("/")) :] == p.split("/")), None)
+        if owner is None or leaf.shape == (1,):  # counters, coefficients, Adafactor's placeholders
+            assert leaf.sharding.is_fully_replicated
+        else:
+            owned.add(owner)
+            assert leaf.sharding.spec == PARAMETERS[owner][2]
+            assert not leaf.sharding.is_fully_replicated
+    assert owned == set(PARAMETERS)
+    expected, _ = transform.update(grads, transform.init(params), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), updates, expected
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, spec, row, column",
+    [
+        ((128, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),
+        ((256, 128), P("fsdp", "tensor"), P("tensor"), P("fsdp")),
+        ((256, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),  # only the field name tells
+        ((2, 128, 256), P(None, "fsdp"), P(None, "fsdp"), P(None, None)),
+        ((128, 2, 256), P("fsdp", "tensor"), P("fsdp", "tensor"), P("tensor", None)),
+    ],
+)
+def test_factored_moments_keep_the_axes_of_the_dims_they_keep(shape, spec, row, column):
+    """The expected dims are also read off the values: a moment varies along the dims it kept."""
+    params = {"w": jnp.ones(shape)}
+    names = {"w": ("d_model", "d_ff")[-len(shape) :]}
+    config = OptimizerConfig(name="adafactor")
+    transform = optimizers.build_optimizer(config, constant(0.1), params, names)
+    state = jax.eval_shape(transform.init, params)
+    specs = optimizers.state_specs(state, params, {"w": spec})
+    factored = specs[0][0]
+    assert (factored.v_row["w"], factored.v_col["w"]) == (row, column)
+    assert factored.v["w"] == factored.count == P()
+    for axis, entry in enumerate(spec):
+        along = jnp.arange(1.0, shape[axis] + 1)
+        along = along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        grads = {"w": jnp.broadcast_to(along, shape)}
+        state = transform.update(grads, transform.init(params), params)[1][0][0]
+        for moment, moment_spec in ((state.v_row["w"], row), (state.v_col["w"], column)):
+            varies = float(moment.max() / moment.min()) > 1.5
+            assert entry is None or varies == (entry in moment_spec)
+
+
+def test_default_spec_and_paths_that_end_alike():
+    params = {"w": jnp.ones((4,)), "a": {"w": jnp.ones((4,))}, "count": jnp.ones((4,))}
+    specs = {"w": P("x"), "a": {"w": P("y")}, "count": P("z")}
+    state = jax.eval_shape(optax.scale_by_adam().init, params)
+    result = optimizers.state_specs(state, params, specs, P("rest"))
+    assert result.mu == result.nu == specs
+    assert result.count == P("rest")

@@ -1,0 +1,236 @@
+"""The report: one self-contained page, two runs overlaid, hostile text, clear errors, no jax."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from jaxdist import config, report
+from jaxdist.telemetry import charts, html, metrics, summary
+
+ROOT = Path(report.__file__).parents[1]
+HOSTILE = "</script><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>'\"&"
+
+
+def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
+    clock = itertools.count(1_790_000_000).__next__
+    with metrics.MetricsWriter(folder, clock=clock) as w:
+        w.event("start", 0, devices=8)
+        for step in range(1, steps + 1):
+            loss = math.nan if step == 7 else 3.0 + 5.0 / step
+            row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": 1.0 / step}
+            row |= {
+                "tokens_seen": step * 4096,
+                "step_time_s": 0.5,
+                "tokens_per_s": 8192.0,
+                "data_wait_s": 0.0,
+            }
+            row |= {"mfu_causal": mfu, "mfu_full": mfu, "mfu": mfu, "aux/z_loss": 0.001}
+            w.write(step, row)
+        w.write(steps, {"eval_loss": 3.25, "eval_tokens": 1000})
+        w.event("nonfinite", 7, field=name)
+        w.event("stop", steps, reason="train.steps reached")
+    options = {"optimizer": {"learning_rate": learning_rate}, "seed": 0, "note": name}
+    (folder / "config.json").write_text(json.dumps(options))
+    info = {
+        "versions": {"jax": "0.10.2"},
+        "device_kind": "TPU v5p",
+        "mesh": {"data": 2, "fsdp": 4, "tensor": 1},
+        "parameters": 1234567,
+        "sharding": [{"name": name, "spec": "('fsdp', None)", "bytes": 4096}],
+    }
+    (folder / "run.json").write_text(json.dumps(info))
+    (folder / "sample.txt").write_text(f"def f(x): return x < 1 and {name}")
+    return folder
+
+
+class Page(HTMLParser):
+    """Collects tags with their attributes, and checks that every open tag is closed."""
+
+    VOID = ("meta", "input")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def count(self, tag, **attributes):
+        wanted = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+        return sum(
+            name == tag and all(given.get(k) == v for k, v in wanted.items())
+            for name, given in self.tags
+        )
+
+
+def read_page(path):
+    text = path.read_text()
+    return text, Page(text)
+
+
+def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    assert report.main([str(workdir)]) == 0
+    text, page = read_page(workdir / "report.html")
+    assert page.count("script") == 1, "only our own script"
+    for tag in ("img", "link", "iframe", "object", "embed", "base", "form"):
+        assert page.count(tag) == 0
+    for tag, attributes in page.tags:
+        assert not {"src", "href", "srcset", "action"} & set(attributes), (tag, attributes)
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+    assert "http://example.com" in text, "the hostile text is shown, as text"
+    assert "url(" not in text and "@import" not in text
+    policy = next(a["content"] for t, a in page.tags if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'") and "unsafe-eval" not in policy
+    assert "'unsafe-inline'; script-src 'sha256-" in policy
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_what_the_page_shows(tmp_path):
+    workdir = make_run(tmp_path / "run", name="plain")
+    assert report.main([str(workdir)]) == 0
+    text, page = read_page(workdir / "report.html")
+    assert page.count("svg") == 3 + 6 + 1, "three views of the loss, six fields, one aux"
+    labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
+    assert labels[0].startswith("Loss by step. loss: 59 points, from 8 to 3.083")
+    assert "evaluation: 1 points, from 3.25 to 3.25" in labels[0]
+    assert "step 7: nan" in text, "a non-finite loss is marked"
+    for shown in ("3.0833", "3.2500", "1.23M", "40.0 %", "500 ms", "246k", "TPU v5p"):
+        assert shown in text, shown
+    for shown in ("data 2 × fsdp 4", "(&#x27;fsdp&#x27;, None)", "4,096", "versions.jax", "0.10.2"):
+        assert shown in text, shown
+    assert "stopped: train.steps reached" in text and "nonfinite" in text and "def f(x)" in text
+    points = next(json.loads(a["data-points"]) for t, a in page.tags if "data-points" in a)
+    assert points[0] == [1, 8.0] and len(points) == 59
+
+
+def test_two_runs_are_overlaid_with_their_differences(tmp_path):
+    first = make_run(tmp_path / "a", name="x")
+    second = make_run(tmp_path / "b", name="x", learning_rate=6e-4, steps=80)
+    assert report.main([str(first), str(second)]) == 0
+    assert not (first / "report.html").exists()
+    text, page = read_page(first / "report_vs_b.html")
+    classes = [given.get("class", "") for tag, given in page.tags if tag == "g"]
+    assert any("run-a" in c for c in classes) and any("run-b" in c for c in classes)
+    assert "<h1>a vs b</h1>" in text
+    assert "Configuration: 1 difference<" in text
+    assert "<td>optimizer.learning_rate</td><td>0.0003</td><td>0.0006</td>" in text
+    assert text.count("Sharding of") == 1, "equal tables are shown once"
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    first, second = make_run(tmp_path / "p" / "run"), make_run(tmp_path / "q" / "run")
+    out = tmp_path / "new" / "page.html"
+    assert report.main([str(first), str(second), "--out", str(out)]) == 0
+    assert "<h1>p/run vs q/run</h1>" in out.read_text()
+
+
+def test_runs_without_a_file_or_without_steps(tmp_path):
+    workdir = tmp_path / "run"
+    with metrics.MetricsWriter(workdir) as writer:
+        writer.event("start", 0)
+    (workdir / "run.json").write_text('{"torn')
+    assert report.main([str(workdir)]) == 0
+    text, _ = read_page(workdir / "report.html")
+    assert "No step was logged yet" in text and "running, or ended without a stop event" in text
+    unknown = make_run(tmp_path / "unknown", mfu=None)
+    assert report.main([str(unknown)]) == 0
+    assert "MFU: unknown" in (unknown / "report.html").read_text()
+
+
+def test_user_errors_are_one_line_and_exit_78(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for workdir, reason in ((tmp_path / "none", "no such folder"), (tmp_path / "empty", "no run")):
+        assert report.main([str(workdir)]) == config.EXIT_CONFIG == 78
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and reason in error and str(workdir) in error
+    run = make_run(tmp_path / "run")
+    mine = tmp_path / "mine.html"
+    mine.write_text("<p>precious</p>")
+    assert report.main([str(run), "--out", str(mine)]) == 78
+    assert "is no jaxdist report" in capsys.readouterr().err
+    assert mine.read_text() == "<p>precious</p>"
+    assert report.main([str(run)]) == report.main([str(run)]) == 0, "a report replaces a report"
+
+
+def test_the_command_runs_without_jax_and_without_rich(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    program = (
+        "import sys\n"
+        "for name in ('jax', 'jaxlib', 'flax', 'numpy', 'rich'): sys.modules[name] = None\n"
+        "import runpy; sys.argv = ['report', sys.argv[1]]\n"
+        "runpy.run_module('jaxdist.report', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(workdir)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(workdir / "report.html")
+
+
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (2.31, 2.74, [2.4, 2.5, 2.6, 2.7]),
+        (0, 1e-4, [0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4]),
+        (-3, 7, [-2, 0, 2, 4, 6]),
+        (5, 5, [5]),
+    ],
+)
+def test_linear_ticks(low, high, expected):
+    assert charts.linear_ticks(low, high) == pytest.approx(expected)
+
+
+def test_log_ticks_and_labels():
+    assert charts.log_ticks(2, 30) == pytest.approx([2, 5, 10, 20])
+    assert charts.log_ticks(1e-6, 1e3) == pytest.approx([1e-6, 1e-4, 1e-2, 1, 1e2])
+    assert charts.log_ticks(2.4, 2.9) == pytest.approx([2.4, 2.5, 2.6, 2.7, 2.8, 2.9])
+    texts = [charts.tick_text(v, 0.1) for v in (0.0, 0.1, 1.5)]
+    assert texts == ["0", "0.1", "1.5"]
+    assert [charts.tick_text(v, 2e5) for v in (2e5, 1.25e6)] == ["200k", "1.25M"]
+    assert charts.tick_text(3e-4, 1e-4) == "3e-4"
+
+
+def test_thinning_keeps_peaks_and_bad_points():
+    y = [1.0] * 10_000
+    y[4321], y[7777] = 99.0, math.nan
+    thin = charts._thinned(charts.Curve("loss", "run-a", range(10_000), y))
+    assert len(thin.x) <= charts.MAX_POINTS + 4
+    assert 99.0 in thin.y and any(math.isnan(value) for value in thin.y)
+    assert thin.x[0] == 0 and thin.x[-1] == 9_999
+
+
+def test_smoothing_does_not_lag_at_the_start_and_skips_nonfinite():
+    y = [10.0 / (1 + index) for index in range(100)] + [math.nan] + [0.1] * 99
+    smoothed = charts.smooth(y, 20)
+    assert smoothed[:10] == pytest.approx(y[:10])
+    assert all(math.isfinite(value) for value in smoothed)
+    assert max(abs(a - b) for a, b in zip(smoothed, y, strict=True) if b == b) < 0.05
+    assert smoothed[-1] == pytest.approx(0.1)
+
+
+def test_reading_a_run_tolerates_torn_files(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    with open(workdir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 61, "lo')
+    (workdir / "config.json").write_text("{")
+    run = summary.read_run(workdir)
+    assert len(run.rows.train) == 60 and run.config == {}
+    assert Page(html.render([run])).count("h1") == 1
