@@ -1,9 +1,9 @@
-"""The yardstick: one decoder's train step written by hand in plain JAX, as fast as we could make it.
+"""The yardstick: a decoder's train step by hand in plain JAX, as fast as we could make it.
 
 RMSNorm, rotary halves, grouped-query attention, SwiGLU, untied head, float32 cross-entropy, AdamW
-with float32 masters. Nothing of jaxdist is imported. What is fast here was measured, interleaved
-(`cpu_findings` in README.md): projections on flat [T, D] activations, attention as causal tiles with
-its own backward pass, logits' gradient taken while the logits are at hand.
+with float32 masters. Nothing of jaxdist is imported. What is fast here was measured (README.md,
+"What the reference is made of"): projections on flat [T, D] activations, attention as causal tiles
+with its own backward pass, logits' gradient taken while the logits are at hand.
 
 Letters: B batch, S sequence, T = B * S, D model, F feed-forward, H heads, K kv heads, G = H / K,
 N head size, V vocabulary, L layers.
@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 EPS, THETA, B1, B2, ADAM_EPS, DECAY, INIT_STD = 1e-5, 10000.0, 0.9, 0.95, 1e-8, 0.1, 0.02
 
@@ -58,7 +60,7 @@ class Options:
     remat: str = "dots"  # none | dots | full
     dtype: str = "float32"  # of activations and matmuls; masters are float32
     clip_norm: float = 1.0  # 0 = no clipping
-    loss_chunk: int = 0
+    loss_chunk: int = 1024
     kernel: str = "tiles"  # attention: tiles (plain XLA) | cudnn
 
 
@@ -163,7 +165,7 @@ def _rows(x, lo: int, hi: int):
 
 @jax.custom_vjp
 def tiled_attention(q, k, v):
-    """Returns causal attention [B, K, G, S, N] of scaled q [B, K, G, S, N] and k, v [B, K, S, N]."""
+    """Returns causal attention, like q [B, K, G, S, N], already scaled; k, v: [B, K, S, N]."""
     return _attend(q, k, v)[0]
 
 
@@ -186,7 +188,6 @@ def _attend_backward(residuals, dout):
     q, k, v, out, normaliser = residuals
     S = q.shape[3]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    turned = lambda x: lax.optimization_barrier(x.swapaxes(-1, -2))  # [.., N, rows]: twice as fast
     dq, dk, dv = [], 0.0, 0.0
     for lo, hi in _tiles(S):
         rows = partial(_rows, lo=lo, hi=hi)
@@ -195,10 +196,16 @@ def _attend_backward(residuals, dout):
         ds = (p * (dp - rows(delta)[..., None])).astype(q.dtype)
         dq.append(_dot("bkst,bktn->bksn", ds, k[:, :, :hi]).reshape(q[:, :, :, lo:hi].shape))
         past = ((0, 0), (0, 0), (0, 0), (0, S - hi))
-        dk += jnp.pad(_dot("bkns,bkst->bknt", turned(rows(q)), ds), past)
-        dv += jnp.pad(_dot("bkns,bkst->bknt", turned(rows(dout)), p.astype(v.dtype)), past)
-    dk, dv = (lax.optimization_barrier(x).swapaxes(-1, -2).astype(k.dtype) for x in (dk, dv))
+        dk += jnp.pad(_dot("bkns,bkst->bknt", _turned(rows(q)), ds), past)
+        dv += jnp.pad(_dot("bkns,bkst->bknt", _turned(rows(dout)), p.astype(v.dtype)), past)
+    dk, dv = (_turned(x).astype(k.dtype) for x in (dk, dv))
     return jnp.concatenate(dq, 3).astype(q.dtype), dk, dv
+
+
+def _turned(x):
+    """Returns [.., N, rows] of [.., rows, N], as an array of its own: on a CPU its products with p
+    and ds are twice as fast as products that have p and ds transposed."""
+    return lax.optimization_barrier(x.swapaxes(-1, -2))
 
 
 tiled_attention.defvjp(_attend, _attend_backward)
@@ -218,9 +225,14 @@ def attention(q_BSHN, k_BSKN, v_BSKN, kernel: str):
     return tiled_attention(q, k, v).transpose(0, 3, 1, 2, 4).reshape(B * S, H * N)
 
 
-def block(x_TD, p, tables, shape: Shape, kernel: str):
+def block(x_TD, p, tables, shape: Shape, kernel: str, mesh: Mesh | None):
     """Returns the output of one layer, [T, D]."""
-    heads = lambda y: y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
+
+    def heads(y):
+        return y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
+
+    p = jax.tree.map(lambda w: _pinned(w, mesh, P()), p)  # fsdp: gathered here, layer by layer
+    x_TD = _pinned(x_TD, mesh, P("fsdp"))
     h = rms_norm(x_TD, p["attention_norm"])
     q, k, v = heads(h @ p["query"]), heads(h @ p["key"]), heads(h @ p["value"])
     mixed = attention(rotate(q, *tables), rotate(k, *tables), v, kernel)
@@ -229,13 +241,17 @@ def block(x_TD, p, tables, shape: Shape, kernel: str):
     return x_TD + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
+def _pinned(x, mesh: Mesh | None, spec: P):
+    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def cross_entropy(x_TD, head_DV, targets_T, weights_T, chunk: int):
-    """Returns the sum of weights * nats; `chunk` tokens at once, 0 for all."""
-    return _score(x_TD, head_DV, targets_T, weights_T, chunk)[0]
+def cross_entropy(x_BSD, head_DV, targets_BS, weights_BS, parts: int):
+    """Returns the sum of weights * nats; a sequence is scored in `parts`, one after another."""
+    return _score(x_BSD, head_DV, targets_BS, weights_BS, parts)[0]
 
 
-def _score(x_TD, head_DV, targets_T, weights_T, chunk: int):
+def _score(x_BSD, head_DV, targets_BS, weights_BS, parts: int):
     """Returns the loss and its gradients: the logits are never needed again."""
 
     def part(total, rows):
@@ -248,17 +264,26 @@ def _score(x_TD, head_DV, targets_T, weights_T, chunk: int):
         picked = jnp.take_along_axis(logits, targets[:, None], 1)
         loss += jnp.sum(weights * (jnp.log(norm) + top - picked)[:, 0])
         hit = targets[:, None] == jnp.arange(head_DV.shape[1])
-        dlogits = (p * (weights[:, None] / norm) - jnp.where(hit, weights[:, None], 0)).astype(x.dtype)
+        dlogits = p * (weights[:, None] / norm) - jnp.where(hit, weights[:, None], 0)
+        dlogits = dlogits.astype(x.dtype)
         dhead += jnp.matmul(x.T, dlogits, preferred_element_type=jnp.float32)
         return (loss, dhead), dlogits @ head_DV.T
 
-    rows, start = (x_TD, targets_T, weights_T), (0.0, jnp.zeros(head_DV.shape))
-    if not chunk or chunk >= x_TD.shape[0]:
-        (loss, dhead), dx = part(start, rows)
+    start = (0.0, jnp.zeros(head_DV.shape))
+    rows = jax.tree.map(lambda a: _cut(a, parts), (x_BSD, targets_BS, weights_BS))
+    if parts == 1:
+        (loss, dhead), dx = part(start, jax.tree.map(lambda a: a[0], rows))
     else:
-        rows = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), rows)
         (loss, dhead), dx = lax.scan(part, start, rows)
-    return loss, (dx.reshape(x_TD.shape), dhead.astype(head_DV.dtype))
+    B, S, D = x_BSD.shape
+    dx = dx.reshape(parts, B, S // parts, D).swapaxes(0, 1).reshape(B, S, D)
+    return loss, (dx, dhead.astype(head_DV.dtype))
+
+
+def _cut(x, parts: int):
+    """Returns [parts, B * S / parts, ...] of [B, S, ...]: a part has a piece of every sequence."""
+    B, S, *rest = x.shape
+    return x.reshape(B, parts, S // parts, *rest).swapaxes(0, 1).reshape(parts, -1, *rest)
 
 
 def _score_backward(_, gradients, scale):
@@ -281,7 +306,7 @@ def _remat_policy(name: str):
     return {"dots": both, "full": jax.checkpoint_policies.nothing_saveable}[name]
 
 
-def loss(params, batch, shape: Shape, options: Options):
+def loss(params, batch, shape: Shape, options: Options, mesh: Mesh | None = None):
     """Returns mean nats per weighted token, a float32 scalar."""
     c = shape
     if options.dtype != "float32":  # cast once, outside the scan; norm scales stay float32
@@ -290,15 +315,21 @@ def loss(params, batch, shape: Shape, options: Options):
             lambda path, x: x if "norm" in path[-1].key else x.astype(dtype), params
         )
     tables = rotary_tables(c)
-    body = lambda x, p: (block(x, p, tables, c, options.kernel), None)
+
+    def body(x, p):
+        return block(x, p, tables, c, options.kernel, mesh), None
+
     if options.remat != "none":
         body = jax.checkpoint(body, policy=_remat_policy(options.remat), prevent_cse=False)
-    x_TD = params["embedding"][batch["tokens"].reshape(-1)]
-    x_TD, _ = lax.scan(body, x_TD, params["blocks"])
-    x_TD = rms_norm(x_TD, params["norm"])
-    targets, weights = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
-    total = cross_entropy(x_TD, params["head"], targets, weights, options.loss_chunk)
-    return total / weights.sum()
+    x_TD = _pinned(params["embedding"], mesh, P())[batch["tokens"].reshape(-1)]
+    x_TD, _ = lax.scan(body, _pinned(x_TD, mesh, P("fsdp")), params["blocks"])
+    x_BSD = rms_norm(x_TD, params["norm"]).reshape(c.batch, c.sequence, c.d_model)
+    shards = 1 if mesh is None else mesh.size
+    wanted = c.batch * c.sequence // (shards * options.loss_chunk) if options.loss_chunk else 1
+    parts = math.gcd(max(wanted, 1), c.sequence)
+    head = _pinned(params["head"], mesh, P())
+    total = cross_entropy(x_BSD, head, batch["targets"], batch["weights"], parts)
+    return total / batch["weights"].sum()
 
 
 # --------------------------------------------------------------------------------------- the step
@@ -313,9 +344,10 @@ def adamw(path, p, g, m, v, step, learning_rate):
     return p - learning_rate * (update + decay * p), m, v
 
 
-def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Options):
+def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Options, mesh):
     """Returns the next state and {"loss", "grad_norm"}."""
-    value, grads = jax.value_and_grad(loss)(state.params, batch, shape, options)
+    value, grads = jax.value_and_grad(loss)(state.params, batch, shape, options, mesh)
+    grads = jax.tree.map(lambda g: _pinned(g, mesh, weight_spec(g.shape, mesh)), grads)
     norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
     if options.clip_norm:
         scale = options.clip_norm / jnp.maximum(norm, options.clip_norm)
@@ -328,9 +360,29 @@ def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Opt
     return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
 
 
-def build_step(shape: Shape, options: Options):
+def weight_spec(dims: tuple[int, ...], mesh: Mesh | None) -> P:
+    """Returns the spec that shards the largest dim the fsdp axis divides, never the layers."""
+    first = 1 if len(dims) == 3 else 0
+    legal = [i for i in range(first, len(dims)) if mesh and dims[i] % mesh.size == 0]
+    if not legal or len(dims) < 2:
+        return P()
+    widest = max(legal, key=lambda i: dims[i])
+    return P(*("fsdp" if i == widest else None for i in range(len(dims))))
+
+
+def state_shardings(shape: Shape, mesh: Mesh) -> State:
+    """Returns the sharding of every leaf of the state on a mesh with the one axis `fsdp`."""
+    abstract = jax.eval_shape(partial(init, shape, 0))
+    return jax.tree.map(lambda x: NamedSharding(mesh, weight_spec(x.shape, mesh)), abstract)
+
+
+def build_step(shape: Shape, options: Options, mesh: Mesh | None = None):
     """Returns the jitted `(state, batch, learning_rate) -> (state, metrics)`, its state donated."""
-    return jax.jit(partial(train_step, shape=shape, options=options), donate_argnums=0)
+    step = partial(train_step, shape=shape, options=options, mesh=mesh)
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    whole = NamedSharding(mesh, P())
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(shape, mesh), whole))
 
 
 def make_batch(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:

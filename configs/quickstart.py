@@ -20,7 +20,7 @@ def get_config():
     model = config.model
     model.vocab_size = 256
     model.num_layers, model.d_model, model.d_ff = 4, 128, 384
-    model.num_heads, model.num_kv_heads, model.head_dim = 8, 4, 16
+    model.num_heads, model.num_kv_heads, model.head_dim = 4, 2, 32
     model.qk_norm = True
     model.zero_init_outputs = True
 

@@ -143,15 +143,15 @@ def parse_value(text: str, field: Field) -> Any:
 def _wrong(field: Field, value: object, mismatch: annotations.Mismatch) -> str:
     choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
     hint = suggest(value, choices) if isinstance(value, str) else ""
-    return f"config.{field.path}: got {value!r}, required {mismatch}.{hint}"
+    return f"{field.path}: got {value!r}, required {mismatch}.{hint}"
 
 
 def _unknown(path: str, schema: Iterable[str]) -> str:
-    inside = [f"config.{name}" for name in schema if name.startswith(path + ".")]
+    inside = [name for name in schema if name.startswith(path + ".")]
     if inside:
-        return f"config.{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
-    hint = suggest(path, schema).replace("mean ", "mean config.")
-    return f"config.{path}: no such field.{hint or ' --help with this --config lists all fields.'}"
+        return f"{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
+    hint = suggest(path, schema) or " --help with this --config lists all fields."
+    return f"{path}: no such field.{hint}"
 
 
 # --- Dataclasses <-> ConfigDict ------------------------------------------------------------------
@@ -181,7 +181,7 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
     for path, field in schema.items():
         value = given.get(path, field.default)
         if value is MISSING:
-            faults.append(f"config.{path}: not set, required {annotations.describe(field.type)}.")
+            faults.append(f"{path}: not set, required {annotations.describe(field.type)}.")
             continue
         try:
             values[path] = annotations.convert(value, field.type)
@@ -230,7 +230,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str])
     except ConfigError as error:
         faults.extend(error.faults)
     except ValueError as error:
-        faults.append(f"config.{prefix.rstrip('.')}: {error}" if prefix else str(error))
+        faults.append(f"{prefix.rstrip('.')}: {error}" if prefix else str(error))
     return None
 
 

@@ -159,7 +159,7 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
 class _Progress(NamedTuple):
     """What the loop carries."""
 
-    count: jax.Array  # int32: tokens chosen so far in the running rows
+    step: jax.Array  # int32: tokens chosen so far in the rows that still run
     last_B: jax.Array  # int32: the token that is not yet in the cache
     cache: Any
     chosen_BM: jax.Array  # int32
@@ -194,18 +194,18 @@ def _generate(
     last_B = jnp.take_along_axis(prompts_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
 
     def unfinished(now: _Progress) -> jax.Array:
-        return (now.count < max_tokens) & ~now.done_B.all()
+        return (now.step < max_tokens) & ~now.done_B.all()
 
     def one_token(now: _Progress) -> _Progress:
         logits, cache = model.decode(now.last_B[:, None], now.cache)
         position_keys_B = jax.vmap(jax.random.fold_in)(keys_B, cache.length)
         token_B = choose(logits[:, 0], position_keys_B, sampling)
         chosen_BM = jax.lax.dynamic_update_slice(
-            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.count)
+            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step)
         )
         counts_B = now.counts_B + ~now.done_B
         done_B = now.done_B | _is_end(token_B, sampling)
-        return _Progress(now.count + 1, token_B, cache, chosen_BM, counts_B, done_B)
+        return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
 
     padding_B = jnp.arange(B) >= num_rows
     zeros_B = jnp.zeros(B, jnp.int32)

@@ -19,7 +19,7 @@ class Evaluation(NamedTuple):
     """The loss over a whole set."""
 
     loss: float  # nats per weighted target
-    tokens: float  # the targets' weights added up: their number, where each weighs 1
+    tokens: int | float  # the targets' weights added up: their number, where each weighs 1
 
     @property
     def perplexity(self) -> float:
@@ -49,7 +49,7 @@ def evaluate(evaluate_fn: Evaluate, state: Any, batches: Iterable[Mapping]) -> E
     total, count = (math.fsum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
     if count == 0:
         raise ValueError("the evaluation set has no target with a weight; give it at least one")
-    return Evaluation(total / count, count)
+    return Evaluation(total / count, int(count) if count == int(count) else count)
 
 
 def _lagging(results: Iterator[tuple[jax.Array, jax.Array]]) -> Iterator[tuple[float, float]]:

@@ -21,6 +21,7 @@ from jaxdist.config import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
 CHATTY_AXES = ("expert", "context", "tensor")  # they talk inside every layer: not across DCN
+LAUNCH = "jaxdist launch"
 NOT_YET = ("pipeline", "expert", "context")
 
 
@@ -190,18 +191,21 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
     Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID)
     and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
     """
-    if "JAXDIST_COORDINATOR" in environ:
+    launcher = detect_launcher(environ)
+    if launcher == LAUNCH:
         number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
         jax.distributed.initialize(environ["JAXDIST_COORDINATOR"], number, rank)
-        return f"process {rank} of {number}, joined through jaxdist launch"
-    launcher = _detected_launcher(environ)
+        return f"process {rank} of {number}, joined through {LAUNCH}"
     if launcher is None:
         return None
     jax.distributed.initialize()
     return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
 
 
-def _detected_launcher(environ: Mapping[str, str]) -> str | None:
+def detect_launcher(environ: Mapping[str, str]) -> str | None:
+    """Returns what started this process as one of several, or None."""
+    if "JAXDIST_COORDINATOR" in environ:
+        return LAUNCH
     if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         return "Slurm"
     if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:

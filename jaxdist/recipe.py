@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -142,6 +143,41 @@ def full_schema(target: str) -> Schema:
     return schema | configs.schema_of(options, "model.")
 
 
+def sized(config: ConfigDict, size: str | None) -> ConfigDict:
+    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same family.
+
+    Raises:
+      ConfigError: another size.
+    """
+    if size not in (None, "tiny"):
+        raise ConfigError(f"--config NAME:{size}: no such size; use NAME or NAME:tiny")
+    if size == "tiny":
+        grouped = config.model.num_kv_heads < config.model.num_heads
+        tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
+        with config.ignore_type():
+            config.update_from_flattened_dict(tiny)
+    return config
+
+
+_TINY: dict[str, Any] = {
+    "train.steps": 200,
+    "train.eval_every": 0,
+    "batch.global_size": 16,
+    "batch.sequence_length": 128,
+    "precision.compute": "float32",
+    "remat.policy": "dots",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 20,
+    "data.source": "stdlib",
+    "model.vocab_size": 256,
+    "model.num_layers": 4,
+    "model.d_model": 128,
+    "model.d_ff": 384,
+    "model.num_heads": 4,
+    "model.head_dim": 32,
+}
+
+
 def from_config(config: ConfigDict | Mapping) -> RunConfig:
     """Returns the RunConfig that a (possibly edited) ConfigDict describes.
 
@@ -167,44 +203,71 @@ def parse(
     """
     parser.add_argument("--config", help="packaged name or path, with optional :argument")
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    overrides, rest = _take_overrides(argv)
+    overrides, rest, faults = _take_overrides(argv)
     asks_help = "--help" in rest or "-h" in rest
+    flags, unknown = _own_flags(parser, [a for a in rest if a not in ("--help", "-h")])
     if asks_help:
         parser.print_help()
-        rest = [a for a in rest if a not in ("--help", "-h")]
-    flags, unknown = parser.parse_known_args(rest)
     if flags.config is None:
         if asks_help:
             raise SystemExit(0)
         raise ConfigError("--config is missing: name one, e.g. --config quickstart")
-    config = configs.load(flags.config, folders=configs.packaged_folders())
-    config = _retarget(config, overrides)
-    schema = full_schema(config.model.target)
+    config = _retarget(configs.load(flags.config, folders=configs.packaged_folders()), overrides)
+    schema = full_schema(_target(config))
     if asks_help:
         print("\n" + configs.help_text(config, schema))
         raise SystemExit(0)
-    if unknown:
-        raise ConfigError([f"{flag}: no such flag; --help lists them" for flag in unknown])
-    configs.apply_overrides(config, overrides, schema)
+    try:
+        configs.apply_overrides(config, overrides, schema)
+    except ConfigError as error:
+        faults += error.faults
+    if faults or unknown:
+        raise ConfigError(unknown + faults)
     return flags, from_config(config)
 
 
-def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the --config.a.b=value overrides (or --config.a.b value), and the other arguments."""
-    overrides, rest, items = {}, [], iter(argv)
-    for item in items:
-        if not item.startswith("--config."):
+def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns the --config.a.b=value overrides (or --config.a.b value), the rest, and faults."""
+    overrides, rest, faults = {}, [], []
+    items = deque(argv)
+    while items:
+        if not (item := items.popleft()).startswith("--config."):
             rest.append(item)
             continue
         path, equals, value = item.removeprefix("--config.").partition("=")
-        overrides[path] = value if equals else next(items, "")
-    return overrides, rest
+        if equals:
+            overrides[path] = value
+        elif items and not items[0].startswith("--"):
+            overrides[path] = items.popleft()
+        else:
+            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
+    return overrides, rest, faults
+
+
+def _own_flags(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Returns a command's own flags, and a fault for each argument that is none."""
+    parser.exit_on_error = False  # its exit code would be 2
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; --help lists the flags") from None
+    names = ["--" + name.replace("_", "-") for name in vars(flags)]
+    return flags, [
+        f"{item}: no such flag;{configs.suggest(item.partition('=')[0], names)} --help lists them"
+        for item in unknown
+    ]
+
+
+def _target(config: ConfigDict) -> str:
+    return configs.flatten(config).get("model.target", registry.DEFAULT_TARGET)
 
 
 def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
     """Returns the config with the model's fields of an overridden target, which is read first."""
-    target = overrides.get("model.target", config.model.target)
-    if target != config.model.target:
+    target = overrides.get("model.target", _target(config))
+    if target != _target(config):
         with config.unlocked():
             config.model = _model_defaults(target)
     return config
@@ -213,35 +276,54 @@ def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
 # --- validation -----------------------------------------------------------------------------------
 
 
-def validate(run: RunConfig, devices: Sequence[jax.Device]) -> tuple[MeshShape, Rules, ModelSpec]:
+def validate(
+    run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True
+) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
+
+    Args:
+      with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
 
     Raises:
       ConfigError: every fault of the run, each with its cure.
     """
-    faults = list(_faults(run))
+    faults = list(_faults(run)) + (run.data.faults() if with_data else [])
     shape = None
     try:
-        slices = 1 if devices[0].platform == "cpu" else count_slices(devices)
-        dcn = [n for axis, n in vars(run.mesh.dcn).items() if axis != "force" and n > 1]
-        slices = slices if slices > 1 else _product(dcn)
-        shape = resolve_mesh(run.mesh, len(devices), slices)
+        shape = resolve_mesh(run.mesh, len(devices), _num_slices(run.mesh, devices))
+        faults += _batch_faults(run.batch, shape)
     except ConfigError as error:
         faults += error.faults
-    if registry.option_faults(run.model_class, run.model_options):
+    if shape is None or registry.option_faults(run.model_class, run.model_options):
         raise ConfigError(faults)
     spec = describe(registry.build_function(run.model_class, run.model_options))
-    if shape is None:
-        raise ConfigError(faults)
-    faults += _batch_faults(run.batch, shape)
     rules = build_rules(run.mesh, shape)
     try:
         place(spec.named_parameters(), rules)
     except ConfigError as error:
-        faults += error.faults
+        faults += _merged(error.faults)
     if faults:
         raise ConfigError(faults)
     return shape, rules, spec
+
+
+def _num_slices(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int:
+    """Returns the slices among the devices; on emulated ones, as many as the mesh asks for."""
+    found = 1 if devices[0].platform == "cpu" else count_slices(devices)
+    asked = [n for axis, n in vars(mesh.dcn).items() if axis != "force" and n > 1]
+    return found if found > 1 else math.prod(asked)
+
+
+def _merged(faults: Iterable[str]) -> list[str]:
+    """Returns the faults `parameter: text`, one for all parameters of the same text."""
+    parameters: dict[str, list[str]] = {}
+    for fault in faults:
+        parameter, _, text = fault.partition(": ")
+        parameters.setdefault(text, []).append(parameter)
+    return [
+        f"{first}{f' and {len(more)} more' if more else ''}: {text}"
+        for text, (first, *more) in parameters.items()
+    ]
 
 
 def _faults(run: RunConfig) -> Iterator[str]:
@@ -253,9 +335,10 @@ def _faults(run: RunConfig) -> Iterator[str]:
         yield "train.max_minutes and train.eval_every must be >= 0 (0 = off)"
     if not 0 <= run.train.ema_decay < 1:
         yield f"train.ema_decay={run.train.ema_decay}: must be in [0, 1); 0 keeps no average"
+    if run.profile.start_step < 0 or run.profile.num_steps < 1:
+        yield "profile.start_step must be >= 0 (0 = no profile) and profile.num_steps >= 1"
     yield from remat.faults(run.remat)
     yield from optimizers.faults(run.optimizer, run.train.steps)
-    yield from run.data.faults()
     yield from checkpoint_config.faults(run.checkpoint)
     yield from registry.option_faults(run.model_class, run.model_options)
     yield from _sequence_faults(run)
@@ -283,13 +366,6 @@ def _batch_faults(batch: BatchConfig, shape: MeshShape) -> Iterator[str]:
     )
 
 
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
-
-
 # --- building -------------------------------------------------------------------------------------
 
 
@@ -305,6 +381,16 @@ def build_step(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Tra
         ema_decay=run.train.ema_decay,
     )
     return build_train_step(spec, run.optimizer, schedule, mesh, rules, step)
+
+
+def text_batch(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of a batch of `size` sequences, as text datasets make it."""
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "positions": "int32"}
+    if run.data.packing == "documents":
+        dtypes["segment_ids"] = "int32"
+    dims = (size, run.batch.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(dims, dtype) for name, dtype in dtypes.items()}
+    return batch | {"sample": jax.ShapeDtypeStruct((size,), "int32")}
 
 
 def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
@@ -325,9 +411,5 @@ def main_with_config_errors(main: Callable[[], int]) -> None:
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
+        print("(keys are set by --config.KEY=VALUE)", file=sys.stderr)
         raise SystemExit(configs.EXIT_CONFIG) from None
-
-
-def config_path(workdir: Path) -> Path:
-    """Returns where a run's resolved config lies."""
-    return workdir / "config.json"

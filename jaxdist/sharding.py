@@ -143,8 +143,8 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 
 def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
-    """Returns the dims that are not stack dims."""
-    return [i for i in range(len(dims)) if names[i] != ""]
+    """Returns the dims that are not stack dims; head_dim counts with its heads (a bias is a vector)."""
+    return [i for i in range(len(dims)) if names[i] not in ("", "head_dim")]
 
 
 def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
@@ -192,7 +192,10 @@ def active() -> Active | None:
 @contextlib.contextmanager
 def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `shard`, `gather` and the ops that ask `active()` work for what is traced inside."""
-    token = _active.set(Active(mesh, rules) if mesh.size > 1 else None)
+    # One device needs no constraints, unless it is compiled for from another platform: ops ask the
+    # mesh which kernels they may use.
+    foreign = mesh.devices.flat[0].platform != jax.default_backend()
+    token = _active.set(Active(mesh, rules) if mesh.size > 1 or foreign else None)
     try:
         yield
     finally:

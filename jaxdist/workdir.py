@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,13 @@ from jaxdist import config as configs
 from jaxdist import hardware
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
-from jaxdist.recipe import RunConfig, from_config, harmless_on_resume, run_fingerprint
+from jaxdist.recipe import (
+    RunConfig,
+    from_config,
+    harmless_on_resume,
+    run_fingerprint,
+    text_batch,
+)
 from jaxdist.sharding import Rules, place
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import Throughput
@@ -78,7 +84,7 @@ def settle_config(folder: Path, run: RunConfig, *, resuming: bool) -> None:
         old = configs.to_config_dict(read_config(folder))
         allowed = harmless_on_resume(run)
         faults = [
-            f"--config.{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
+            f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
             f"put it back, or start a new run with another --workdir"
             for change in configs.diff(old, new)
             if not any(fnmatch(change.path, pattern) for pattern in allowed)
@@ -97,7 +103,9 @@ def read_config(folder: Path) -> RunConfig:
     try:
         return from_config(_tupled(json.loads((folder / CONFIG).read_text())))
     except FileNotFoundError:
-        raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
+        raise ConfigError(
+            f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder"
+        ) from None
 
 
 def _tupled(value: Any) -> Any:
@@ -105,6 +113,13 @@ def _tupled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tupled(item) for key, item in value.items()}
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Returns where compiled programs are kept; None where the user has said where, or not to."""
+    if "JAX_COMPILATION_CACHE_DIR" in environ:
+        return None
+    return Path.home() / ".cache" / "jaxdist" / "xla"
 
 
 # --- run.json -------------------------------------------------------------------------------------
@@ -165,14 +180,10 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
             kind: transformer_flops_per_token(**sizes, sequence_length=length, convention=kind)
             for kind in conventions
         }
-    batch = {n: jax.ShapeDtypeStruct((1, length), d) for n, d in TEXT_BATCH.items()}
-    batch["sample"] = jax.ShapeDtypeStruct((1,), "int32")
+    batch = text_batch(run, 1)
     forward = jax.make_jaxpr(lambda t, m, b: spec.assemble(t, m).loss(b, None))
     counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, batch)).total / length
     return {"causal": counted, "full": counted}
-
-
-TEXT_BATCH = {"tokens": "int32", "targets": "int32", "weights": "float32", "positions": "int32"}
 
 
 def throughput(run: RunConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> Throughput:

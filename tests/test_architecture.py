@@ -22,7 +22,7 @@ PACKAGE = ROOT / "jaxdist"
 FLOORS = {
     7: "__main__ train plan verify launch convert generate evaluate report doctor "
     "checkpoint.__main__",
-    6: "loop planner verification inference",
+    6: "loop dry_run workdir planner verification inference",
     5: "recipe",
     4: "interop checkpoint resilience telemetry",
     3: "training pipeline.executor decoding evaluation",
@@ -33,6 +33,7 @@ FLOORS = {
 ALLOWED = """
 config > annotations
 sharding > mesh
+loop > workdir
 models > ops
 adapters > models
 training > pipeline.executor

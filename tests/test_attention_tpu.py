@@ -68,7 +68,10 @@ def _compile(name: str) -> dict:
     traced = jax.jit(jax.value_and_grad(loss)).trace(w, x, k, ids)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
-    kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call.*while/body", text)
+    bodies = tuple(f"%{name} (" for name in re.findall(r"body=%([\w.\-]+)", text))
+    loops = "".join(part for part in text.split("\n\n") if part.startswith(bodies))
+    kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", loops)
+    assert len(kernels) == text.count('custom_call_target="tpu_custom_call"')
     return {
         "kernels": {k: kernels.count(k) for k in ("fwd", "dq", "dkv")},
         "segmented": "segmented" in text,

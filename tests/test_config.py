@@ -94,7 +94,7 @@ def test_schema_of_a_plain_class_reads_its_init():
         "model.width": config.MISSING,
         "model.depth": 2,
     }
-    assert faults_of(config.resolve, {}, schema) == ("config.model.width: not set, required int.",)
+    assert faults_of(config.resolve, {}, schema) == ("model.width: not set, required int.",)
 
 
 def test_config_dict_round_trip():
@@ -117,16 +117,16 @@ def test_json_round_trip_restores_tuples_and_floats():
 def test_from_config_dict_reports_all_faults_at_once():
     given_ = {"sed": 1, "rate": "fast", "batch": {"global_sizes": 1}, "dims": (1, "a")}
     assert faults_of(config.from_config_dict, Run, given_) == (
-        "config.sed: no such field. Did you mean config.seed?",
-        "config.batch.global_sizes: no such field. Did you mean config.batch.global_size?",
-        "config.rate: got 'fast', required float.",
-        "config.dims: got (1, 'a'), required tuple of int.",
+        "sed: no such field. Did you mean seed?",
+        "batch.global_sizes: no such field. Did you mean batch.global_size?",
+        "rate: got 'fast', required float.",
+        "dims: got (1, 'a'), required tuple of int.",
     )
 
 
 def test_a_components_own_refusal_is_a_fault_of_its_group():
     assert faults_of(config.from_config_dict, Run, {"batch": {"global_size": 0}}) == (
-        "config.batch: global_size=0 must be >= 1. Raise it.",
+        "batch: global_size=0 must be >= 1. Raise it.",
     )
 
 
@@ -163,17 +163,17 @@ def test_parse_value(path, text, value):
 @pytest.mark.parametrize(
     "path, text, fault",
     [
-        ("seed", "1.5", "config.seed: got '1.5', required int."),
-        ("seed", "true", "config.seed: got 'true', required int."),
-        ("rate", "abc", "config.rate: got 'abc', required float."),
-        ("dims", '(4,"a")', "config.dims: got '(4,\"a\")', required tuple of int."),
-        ("pair", "b", "config.pair: got 'b', required tuple (str, float)."),
-        ("resume", "2", "config.resume: got '2', required true or false."),
-        ("limit", "x", "config.limit: got 'x', required float or none."),
+        ("seed", "1.5", "seed: got '1.5', required int."),
+        ("seed", "true", "seed: got 'true', required int."),
+        ("rate", "abc", "rate: got 'abc', required float."),
+        ("dims", '(4,"a")', "dims: got '(4,\"a\")', required tuple of int."),
+        ("pair", "b", "pair: got 'b', required tuple (str, float)."),
+        ("resume", "2", "resume: got '2', required true or false."),
+        ("limit", "x", "limit: got 'x', required float or none."),
         (
             "policy",
             "dot",
-            "config.policy: got 'dot', required one of dots, none, full. Did you mean dots?",
+            "policy: got 'dot', required one of dots, none, full. Did you mean dots?",
         ),
     ],
 )
@@ -192,11 +192,11 @@ def test_overrides_apply_together_or_not_at_all():
     tree = config.to_config_dict(Run())
     bad = {"seed": "5", "stps": "1", "batch": "4", "rate": "x", "global_size": "1"}
     assert faults_of(config.apply_overrides, tree, bad, SCHEMA) == (
-        "config.stps: no such field. --help with this --config lists all fields.",
-        "config.batch: is a group. Set one of its fields: config.batch.global_size, "
-        "config.batch.sequence_length.",
-        "config.rate: got 'x', required float.",
-        "config.global_size: no such field. Did you mean config.batch.global_size?",
+        "stps: no such field. --help with this --config lists all fields.",
+        "batch: is a group. Set one of its fields: batch.global_size, "
+        "batch.sequence_length.",
+        "rate: got 'x', required float.",
+        "global_size: no such field. Did you mean batch.global_size?",
     )
     assert tree == config.to_config_dict(Run())
     config.apply_overrides(tree, {"limit": "3", "batch.global_size": "4"}, SCHEMA)

@@ -55,16 +55,15 @@ def generator(variant: str, **axes: int):
 
 def forward(variant: str, tokens) -> np.ndarray:
     """Returns the logits [B, S, V] of the whole forward pass."""
+    tokens = np.asarray(tokens, np.int32)
+    positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
+    return np.asarray(_forward(variant)({"tokens": tokens, "positions": positions}))
+
+
+@functools.cache
+def _forward(variant: str):
     spec, *arrays = model_of(variant)
-    tokens = jnp.asarray(tokens, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    batch = {"tokens": tokens, "positions": positions}
-    return np.asarray(_forward(spec, *arrays, batch))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(spec, trainable, model_state, batch):
-    return spec.assemble(trainable, model_state).forward(batch)
+    return functools.partial(jax.jit(lambda arrays, b: spec.assemble(*arrays).forward(b)), arrays)
 
 
 def naive_greedy(variant: str, prompt: list[int], count: int) -> list[int]:
@@ -110,7 +109,8 @@ def test_the_end_token_ends_a_row_alone():
     whole = generator(variant)(PROMPTS, max_tokens=7, sampling=GREEDY)
     end = int(whole[0].tokens[3])
     sampling = SamplingConfig(temperature=0.0, end_token=end)
-    for before, after in zip(whole, generator(variant)(PROMPTS, max_tokens=7, sampling=sampling)):
+    found = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling)
+    for before, after in zip(whole, found, strict=True):
         text = before.tokens.tolist()
         assert after.ended == (end in text)
         assert after.tokens.tolist() == (text[: text.index(end)] if after.ended else text)
@@ -120,23 +120,42 @@ def test_meshes_and_batches_change_no_token():
     variant = next(iter(VARIANTS))
     samplings = (GREEDY, SamplingConfig(temperature=0.8, top_k=20, top_p=0.95))
     for sampling in samplings:
-        one = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling, seed=3)
-        mesh = generator(variant, data=2, fsdp=2, tensor=2)
-        many = mesh(PROMPTS, max_tokens=7, sampling=sampling, seed=3)
-        alone = generator(variant)([PROMPTS[2]], max_tokens=7, sampling=sampling, seed=3, samples=[2])
+        options = dict(max_tokens=7, sampling=sampling, seed=3)
+        one = generator(variant)(PROMPTS, **options)
+        many = generator(variant, data=2, fsdp=2, tensor=2)(PROMPTS, **options)
+        alone = generator(variant)(PROMPTS[2:], samples=[2], **options)
         for a, b in zip([*one, one[2]], [*many, *alone], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
     other = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling, seed=4)
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, other, strict=True))
 
 
-def test_sizes_in_one_bucket_share_a_program(monkeypatch):
+def test_sizes_in_one_bucket_share_a_program():
     variant = next(iter(VARIANTS))
-    generate = generator(variant)
-    longer = generate(PROMPTS, max_tokens=9, sampling=GREEDY)
-    with jax.log_compiles(False):
-        import jax._src.test_util  # noqa: F401
-    assert longer[0].tokens.size == 9
+    spec, *arrays = model_of(variant)
+    traced = []
+
+    class Counting:
+        names = spec.names
+
+        def assemble(self, trainable, model_state):
+            traced.append(isinstance(jax.tree.leaves(trainable)[0], jax.core.Tracer))
+            return spec.assemble(trainable, model_state)
+
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    rules = sharding.build_rules(MeshConfig(), sharding.mesh_shape(mesh))
+    generate = decoding.build_generator(Counting(), mesh, rules)
+    sizes = ((PROMPTS[:1], 3, 0), (PROMPTS[2:], 9, 5))
+    found = [
+        generate(*arrays, prompts, max_tokens=n, sampling=GREEDY, seed=seed)[0].tokens
+        for prompts, n, seed in sizes
+    ]
+    assert [tokens.size for tokens in found] == [3, 9]
+    once = sum(traced)
+    assert once > 0
+    generate(*arrays, PROMPTS[1:2], max_tokens=16, sampling=GREEDY)
+    assert sum(traced) == once
+    assert len(traced) > once  # it does look, outside the program
 
 
 LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -146,7 +165,6 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
     "options, expected",
     [
         (dict(), [0.4, 0.3, 0.15, 0.1, 0.05]),
-        (dict(temperature=0.5), [0.16, 0.09, 0.0225, 0.01, 0.0025]),
         (dict(top_k=2), [4, 3, 0, 0, 0]),
         (dict(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (dict(top_p=0.69), [4, 3, 0, 0, 0]),
@@ -155,16 +173,24 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
         (dict(top_k=3, top_p=0.8), [4, 3, 0, 0, 0]),  # 0.7 of the 0.85 that top_k leaves
     ],
 )
-def test_draws_follow_the_allowed_distribution(options, expected):
-    expected = np.array(expected) / np.sum(expected)
-    sampling = SamplingConfig(**options)
+def test_only_the_allowed_tokens_keep_their_shares(options, expected):
+    sampling, order = SamplingConfig(**options), [2, 0, 4, 1, 3]  # logits come unsorted
     assert not sampling.faults()
+    logits = jnp.tile(jnp.float32(LOGITS), (2, 1))[:, order]
+    found = jax.nn.softmax(decoding.restrict(logits, sampling))[1]
+    np.testing.assert_allclose(found, np.array(expected)[order] / np.sum(expected), rtol=1e-5)
+
+
+def test_draws_follow_the_distribution():
     draws = 4000
-    logits = jnp.tile(jnp.float32(LOGITS), (draws, 1))[:, [2, 0, 4, 1, 3]]  # not sorted
-    keys = jax.random.split(jax.random.key(0), draws)
-    tokens = jax.jit(lambda: decoding.choose(logits, keys, sampling))()
-    shares = np.bincount(np.array([2, 0, 4, 1, 3])[tokens], minlength=5) / draws
-    assert not shares[expected == 0].any()
+    sampling = SamplingConfig(temperature=0.5, top_k=4)
+    logits = jnp.tile(jnp.float32(LOGITS), (draws, 1))
+    tokens = jax.jit(decoding.choose, static_argnums=2)(
+        logits, jax.random.split(jax.random.key(0), draws), sampling
+    )
+    expected = np.array([0.16, 0.09, 0.0225, 0.01, 0]) / 0.2825  # squares: temperature 1/2
+    shares = np.bincount(tokens, minlength=5) / draws
+    assert shares[4] == 0
     np.testing.assert_allclose(shares, expected, atol=4 * np.sqrt(0.25 / draws))
 
 

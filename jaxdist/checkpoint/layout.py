@@ -65,11 +65,15 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
     return {name: _info(leaf) for name, leaf in arrays.items()}
 
 
-def check(stored: Mapping[str, ArrayInfo], abstract_state: Any) -> None:
-    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the state."""
+def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False) -> None:
+    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the state.
+
+    With `partial` more may be stored than the state has.
+    """
     wanted = describe(to_canonical(abstract_state))
     faults = [f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored]
-    faults += [f"unexpected in the checkpoint: {k} {stored[k]}" for k in stored if k not in wanted]
+    extra = [] if partial else [name for name in stored if name not in wanted]
+    faults += [f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra]
     faults += [
         f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
         for name in wanted

@@ -63,7 +63,7 @@ class OrbaxBackend:
         self._checkpointer.wait_until_finished()
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the arrays of a step, each read straight into the sharding of its abstract array.
+        """Returns these arrays of a step, each read straight into the sharding of its abstract array.
 
         Raises:
           Exception: whatever Orbax or TensorStore raised (types and texts vary with the damage).
@@ -75,7 +75,9 @@ class OrbaxBackend:
             for name, leaf in abstract.items()
         }
         item = ocp.args.PyTreeRestore(
-            trees.unflatten_names(abstract), restore_args=trees.unflatten_names(restore_args)
+            trees.unflatten_names(abstract),
+            restore_args=trees.unflatten_names(restore_args),
+            partial_restore=True,  # which arrays there must be is checked before
         )
         # Always Composite: with other arguments Orbax guesses the layout from what it finds.
         restored = self._checkpointer.restore(

@@ -240,7 +240,9 @@ class CheckpointStore:
             self._thread.join()
             self._thread = None
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
+    ) -> Restored:
         """Returns the state of `step`, or of the newest step that can be read.
 
         Each array is read straight into its target sharding: any mesh, any number of devices or
@@ -248,6 +250,7 @@ class CheckpointStore:
 
         Args:
           abstract_state: leaves with shape, dtype and sharding.
+          partial: whether the state may lack some of what is stored; that is not read.
 
         Raises:
           layout.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
@@ -260,7 +263,7 @@ class CheckpointStore:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
         failures: dict[int, str] = {}
         for candidate in candidates:
-            restored, reason = self._attempt(candidate, abstract_state)
+            restored, reason = self._attempt(candidate, abstract_state, partial)
             if restored is not None:
                 self._last_step = candidate
                 return restored
@@ -278,12 +281,14 @@ class CheckpointStore:
         padded[: len(newest)] = newest
         return [int(s) for s in multihost_utils.broadcast_one_to_all(padded) if s >= 0]
 
-    def _attempt(self, step: int, abstract_state: Any) -> tuple[Restored | None, str]:
+    def _attempt(
+        self, step: int, abstract_state: Any, partial: bool
+    ) -> tuple[Restored | None, str]:
         """Returns (the restored, "") if all processes could read `step`, else (None, reason)."""
         restored, reason = None, "another process could not read it"
         try:
             info = folders.read_step(self.folder, step)
-            layout.check(info.arrays, abstract_state)
+            layout.check(info.arrays, abstract_state, partial=partial)
             path = folders.step_path(self.folder, step)
             arrays = self._backend.read(path, layout.to_canonical(abstract_state))
             restored = Restored(layout.from_canonical(arrays, abstract_state), info.metadata)

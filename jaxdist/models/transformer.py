@@ -199,9 +199,9 @@ class Block(nnx.Module):
     def decode(self, x_BTD: jax.Array, cache: Cache, context: Context):
         """Returns the output for T new tokens, and the cache with this layer's part of them."""
         q, k, v = self.attention.heads(self.attention_norm(x_BTD), context.fields)
-        keys = _written(cache.keys, k, context.layer, cache.length)
-        values = _written(cache.values, v, context.layer, cache.length)
         positions = context.fields["positions"]
+        keys = _written(cache.keys, k, context.layer, positions)
+        values = _written(cache.values, v, context.layer, positions)
         mixed = cached_attention(q, keys[context.layer], values[context.layer], positions)
         x_BTD = self.feed_forward(x_BTD + self.attention.merge(mixed), context)
         return x_BTD, cache._replace(keys=keys, values=values)
@@ -314,18 +314,13 @@ class Transformer(nnx.Module):
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
 
 
-def _written(cached_LBSKN, new_BTKN, layer, length_B):
-    """Returns the cache with T new tokens of one layer behind each row's length.
+def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
+    """Returns the cache with T new tokens of one layer at their positions.
 
     In place: a cache that went through the scan as its input and output would be copied each step.
     """
-
-    def row(cached_LSKN, new_TKN, length):
-        start = (layer, length, *(jnp.zeros_like(length),) * 2)
-        return jax.lax.dynamic_update_slice(cached_LSKN, new_TKN[None], start)
-
-    new = new_BTKN.astype(cached_LBSKN.dtype)
-    return jax.vmap(row, in_axes=(1, 0, 0), out_axes=1)(cached_LBSKN, new, length_B)
+    rows_B1 = jnp.arange(new_BTKN.shape[0])[:, None]
+    return cached_LBSKN.at[layer, rows_B1, positions_BT].set(new_BTKN.astype(cached_LBSKN.dtype))
 
 
 def _output_std(config: TransformerConfig) -> float:

@@ -207,8 +207,8 @@ def _cudnn(q, k, v, segment_ids, *, options: _Options) -> jax.Array:
 
 # --- the reference --------------------------------------------------------------------------------
 # Head-major batched products, in blocks of queries: a block sees only the keys before its end, so
-# causal attention skips nearly half of the work and no [S, S] array exists. Measured on CPU against
-# plain einsum, softmax and autodiff in float32: 0.44 x the time, 0.36 x the memory (S = 256 and 512).
+# causal attention skips nearly half of the work and no [S, S] array exists. On CPU a layer with
+# its projections takes 0.55 x the time and 0.4 x the memory of einsum, softmax and autodiff.
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 

@@ -1,7 +1,7 @@
 """TPU attention: JAX's Pallas splash kernel, given whole sequences of one device's batch and heads.
 
-Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size. Logits never reach HBM.
-Source: jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse mask).
+Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size. Source:
+jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse mask).
 """
 
 import functools

@@ -1,0 +1,160 @@
+"""What a run would be, before it is: batch, shardings, flags and memory, with nothing allocated."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist import hardware, recipe
+from jaxdist.config import ConfigError
+from jaxdist.mesh import AXES, MeshConfig, build_mesh
+from jaxdist.recipe import RunConfig
+from jaxdist.sharding import Rules, explain, place
+from jaxdist.training.state import ModelSpec
+from jaxdist.training.step import TrainStep
+
+Say = Callable[[str], None]
+
+
+def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> None:
+    """Says what a run on these devices would do and need; compiles its step, allocates nothing.
+
+    Raises:
+      ConfigError: every fault of the run except those of `data.*`, which are only said.
+    """
+    shape, rules, spec = recipe.validate(run, devices, with_data=False)
+    platform = devices[0].platform
+    say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
+    say(f"parameters: {spec.parameter_count:,}")
+    say(recipe.batch_arithmetic(run, shape))
+    for fault in run.data.faults():
+        say(f"data, before training: {fault}")
+    say("\n" + explain(place(spec.named_parameters(), rules)))
+    flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    known = flags if flags in ("tpu", "gpu", "cpu") else "cpu"
+    say("\n" + hardware.flag_table(known))  # type: ignore[arg-type]
+    built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    say("\nmemory per device, by arithmetic:")
+    components = component_bytes(built, spec, rules)
+    for name, size in (components | {"together": sum(components.values())}).items():
+        say(f"  {name:<16} {size:>18,} bytes")
+    say(_against_capacity(sum(components.values()), devices[0]))
+    say(f"\ncompiling the step for {platform} ...")
+    began = time.monotonic()
+    compiled = compile_step(run, built)
+    say(f"memory per device, by the compiler ({time.monotonic() - began:.0f} s):")
+    for line in _compiler_lines(compiled, platform):
+        say("  " + line)
+
+
+# --- by arithmetic --------------------------------------------------------------------------------
+
+
+def component_bytes(built: TrainStep, spec: ModelSpec, rules: Rules) -> dict[str, int]:
+    """Returns bytes per device of what a step holds besides activations, by component.
+
+    Gradients are float32 and laid out as `mesh.zero` says; they live from the backward pass to the
+    update. The batch and the compiler's temporaries are left out.
+    """
+    state = built.abstract_state
+    gradients = 0
+    for leaf, names in spec.named_parameters().values():
+        parts = [
+            math.prod(rules.shape.sizes[axis] for axis in _axes(entry))
+            for entry in rules.gradient(names, leaf.shape)
+        ]
+        gradients += 4 * leaf.size // math.prod(parts)
+    sizes = {
+        "parameters": _shard_bytes(state.trainable),
+        "gradients": gradients,
+        "optimizer state": _shard_bytes(state.opt_state),
+        "moving average": _shard_bytes(state.ema),
+        "model state": _shard_bytes((state.frozen, state.model_state)),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _shard_bytes(tree: Any) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _against_capacity(size: int, device: jax.Device) -> str:
+    chip = hardware.chip_for(device.device_kind)
+    if chip is None:
+        return f"  {device.device_kind}: memory unknown, so not compared"
+    capacity = chip.compiler_hbm_bytes or chip.hbm_bytes
+    return f"  {size / capacity:.0%} of a {chip.name}'s {capacity:,} bytes"
+
+
+# --- by the compiler ------------------------------------------------------------------------------
+
+
+def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
+    """Returns the very step that training would run, compiled from abstract arguments.
+
+    Raises:
+      ConfigError: the compiler refuses it, as a device's memory does not hold it.
+    """
+    batch = recipe.text_batch(run, run.batch.global_size)
+    where = built.batch_shardings(batch)
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])
+        for name, x in batch.items()
+    }
+    lowered = built.step.lower(built.abstract_state, abstract)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the step does not fit: {str(error).splitlines()[0]}; "
+            f"raise mesh.fsdp or batch.accumulation, or set remat.policy=full"
+        ) from error
+
+
+def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
+    found = compiled.memory_analysis()
+    if found is None:
+        return [f"{platform} does not say"]
+    rows = {
+        "arguments": found.argument_size_in_bytes,
+        "given back": found.alias_size_in_bytes,
+        "temporaries": found.temp_size_in_bytes,
+        "peak, at most": found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes,
+    }
+    lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
+    if platform == "cpu":
+        lines.append("temporaries are this CPU compiler's: an accelerator has other kernels")
+    return lines
+
+
+# --- devices that are not there -------------------------------------------------------------------
+
+
+def missing_devices(mesh: MeshConfig, environ: dict[str, str] | Any) -> int | None:
+    """Returns how many CPU devices a dry run should emulate, or None to take what there is.
+
+    Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
+    """
+    if hardware.detect_platform(environ) != "cpu":
+        return None
+    if "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", ""):
+        return None
+    needed = math.prod(max(getattr(mesh, axis), 1) for axis in AXES)
+    return needed if needed > 1 else None

@@ -1,0 +1,83 @@
+"""`python -m jaxdist.verify --config NAME --devices 8`: prove that layouts equal one device.
+
+Exit code 0: all layouts are equal to one device; 1: one is not; 78: nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from jaxdist import hardware, recipe, verification
+from jaxdist.config import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    began = time.monotonic()
+    flags, config = recipe.parse(_parser(), arguments)
+    devices = _devices(flags.devices)
+    precisions = tuple(verification.BANDS) if flags.precision == "both" else (flags.precision,)
+    report = verification.prove(
+        config, devices, precisions=precisions, only=flags.only,
+        log=lambda line: print(line, file=sys.stderr if flags.json else sys.stdout, flush=True),
+    )  # fmt: skip
+    if flags.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        print(verification.summary(report), f"({time.monotonic() - began:.0f} s)")
+    return 0 if report.passed else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxdist verify", description=__doc__, add_help=False)
+    parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
+    parser.add_argument(
+        "--precision", choices=(*verification.BANDS, "both"), default="both", help="default: both"
+    )
+    parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+    return parser
+
+
+def _devices(count: int) -> Sequence[jax.Device]:
+    """Returns `count` devices: CPU devices are made, of accelerators there are as many as there are.
+
+    Raises:
+      ConfigError: fewer than two.
+    """
+    if count < 2:
+        raise ConfigError(f"--devices {count}: must be >= 2, there is nothing else to compare")
+    platform = hardware.detect_platform(os.environ)
+    os.environ.update(hardware.flag_environment(platform, os.environ))
+    if platform == "cpu":
+        _emulate(count)
+    found = jax.devices()[:count]
+    if len(found) < 2:
+        raise ConfigError(
+            f"there is one {found[0].device_kind}, layouts need two devices; "
+            f"set JAX_PLATFORMS=cpu to compare on {count} emulated devices"
+        )
+    if len(found) < count:
+        print(f"--devices {count}: {len(found)} are there and used", file=sys.stderr)
+    return found
+
+
+def _emulate(count: int) -> None:
+    """Makes the CPU `count` devices; does nothing where the backend is running already."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass
+
+
+if __name__ == "__main__":
+    recipe.main_with_config_errors(main)

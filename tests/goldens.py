@@ -1,0 +1,97 @@
+"""What is pinned in tests/golden: the config keys and the sharding tables of the shipped configs.
+
+    python tests/goldens.py    # writes them anew; then read the diff
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jaxdist import annotations, config, recipe, sharding  # noqa: E402
+from jaxdist.mesh import MeshConfig, resolve_mesh  # noqa: E402
+from jaxdist.models import registry  # noqa: E402
+from jaxdist.training.state import ModelSpec, describe  # noqa: E402
+
+FOLDER = ROOT / "tests" / "golden"
+COMMAND = "python tests/goldens.py"
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("[a-z]*.py"))
+SMALL = ("quickstart", "gpt2_124m")
+
+# Nothing here needs devices: a resolved mesh is only six numbers.
+SMALL_LAYOUTS = (
+    MeshConfig(data=8),
+    MeshConfig(data=1, fsdp=8),
+    MeshConfig(data=2, fsdp=2, tensor=2),
+    MeshConfig(data=1, fsdp=4, tensor=4, zero=1),
+    MeshConfig(data=1, tensor=8),
+)
+LARGE_LAYOUTS = (
+    MeshConfig(data=1, fsdp=256),  # a v5e pod
+    MeshConfig(data=1, fsdp=16, tensor=4),  # v5p-128
+    MeshConfig(data=2, fsdp=8, tensor=8),
+    MeshConfig(data=1, fsdp=16, tensor=16),  # more than the kv heads of grouped models
+    MeshConfig(data=4, fsdp=8, zero=1),
+    MeshConfig(data=1, fsdp=8, zero=2),
+    MeshConfig(data=1, fsdp=8, tensor=48),  # refused
+)
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Returns `{file below tests/golden: what it should hold}`."""
+    tables = {f"sharding/{name}.txt": sharding_text(name) for name in CONFIGS}
+    return {"config_keys.txt": config_keys_text(), **tables}
+
+
+def config_keys_text() -> str:
+    """Returns a line for every leaf key of a run of the default model: path, type, default."""
+    schema = recipe.full_schema(registry.DEFAULT_TARGET)
+    rows = [
+        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}"
+        for path, field in schema.items()
+    ]
+    return "\n".join([f"# {len(schema)} keys: key, type = default", *rows]) + "\n"
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    """Returns the model of a shipped config, without its arrays."""
+    run = recipe.from_config(config.load(name, folders=[ROOT / "configs"]))
+    return describe(registry.build_function(run.model_class, run.model_options))
+
+
+def sharding_text(name: str) -> str:
+    """Returns the sharding tables of a shipped config, a layout each."""
+    layouts = SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS
+    parameters, parts = spec_of(name).named_parameters(), []
+    for mesh in layouts:
+        shape = resolve_mesh(mesh, mesh.data * mesh.fsdp * mesh.tensor)
+        try:
+            table = sharding.explain(sharding.place(parameters, sharding.build_rules(mesh, shape)))
+        except config.ConfigError as error:
+            table = "refused\n" + str(error)
+        parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Writes the files, and removes those of configs that are gone."""
+    wanted = texts()
+    for file in FOLDER.rglob("*.txt"):
+        if file.relative_to(FOLDER).as_posix() not in wanted:
+            file.unlink()
+    for name, text in wanted.items():
+        path = FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

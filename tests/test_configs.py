@@ -1,0 +1,126 @@
+"""The shipped configs: published parameter counts, documented commands, pinned keys and shardings."""
+
+import argparse
+import ast
+import shlex
+
+import goldens
+import jax
+import pytest
+
+from jaxdist import config, recipe, train, workdir
+from jaxdist.config import ConfigError
+
+SIZED = [name for name in goldens.CONFIGS if name != "quickstart"]
+
+# Meta's and HF's cards for Llama; 124 M + 47 x 768 rows of padding; MaxText's name for the 16B.
+PARAMETERS = {
+    "gpt2_124m": 124_439_808 + 47 * 768,
+    "llama2_7b": 6_738_415_616,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "dense_16b": 15_831_666_688,
+}
+
+
+def parse(*arguments: str) -> recipe.RunConfig:
+    return recipe.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_the_published_ones(name):
+    assert goldens.spec_of(name).parameter_count == PARAMETERS[name]
+
+
+def test_every_config_is_counted():
+    assert set(PARAMETERS) == set(SIZED)
+
+
+@pytest.mark.parametrize("name", goldens.CONFIGS)
+def test_the_head_says_the_command_that_runs_it(name, tmp_path):
+    head = ast.get_docstring(ast.parse((goldens.ROOT / f"configs/{name}.py").read_text()))
+    lines = [line.partition(" #")[0].strip() for line in head.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("python -m jaxdist.train")]
+    assert commands, f"configs/{name}.py: write the command on top"
+    for command in commands:
+        run = parse(*command[3:])
+        assert not run.data.faults()
+        recipe.validate(run, jax.devices()[:1])
+    assert name == "quickstart" or any(f"{name}:tiny" in command for command in commands)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_full_size_needs_tokens_and_fits_a_pod(name):
+    run = parse("--config", name)
+    assert run.precision.compute == "bfloat16"
+    with pytest.raises(ConfigError, match="needs data.path; it is empty. Set data.path"):
+        recipe.validate(run, jax.devices())
+    shape, _, _ = recipe.validate(run, jax.devices(), with_data=False)
+    assert len(jax.devices()) == 8 and shape.batch_shards == 8
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_tiny_is_small_and_of_the_same_family(name):
+    full, tiny = parse("--config", name), parse("--config", f"{name}:tiny")
+    spec = recipe.validate(tiny, jax.devices())[2]
+    assert spec.parameter_count < 2e6 and tiny.data.source == "stdlib"
+    family = "positions norm activation gated bias tie_embeddings rope_theta".split()
+    assert [tiny.model[key] for key in family] == [full.model[key] for key in family]
+    grouped = [run.model["num_kv_heads"] < run.model["num_heads"] for run in (full, tiny)]
+    assert grouped[0] == grouped[1]
+
+
+def test_sizes_are_a_closed_set():
+    with pytest.raises(ConfigError, match="no such size; use NAME or NAME:tiny"):
+        parse("--config", "llama3_8b:huge")
+
+
+def test_a_tiny_config_trains(tmp_path):
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("the cat sat on the mat. " * 2000)
+    arguments = ["--config", "gpt2_124m:tiny", "--workdir", str(tmp_path / "run")]
+    small = {
+        "train.steps": 3, "optimizer.warmup_steps": 1, "train.log_every": 1, "model.num_layers": 2,
+        "data.source": "text", "data.path": corpus, "data.cache_dir": tmp_path / "cache",
+        "data.validation_share": 0,
+    }  # fmt: skip
+    assert train.main(arguments + [f"--config.{key}={value}" for key, value in small.items()]) == 0
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3
+    assert workdir.read_config(tmp_path / "run").model["d_model"] == 128
+
+
+# --- goldens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", goldens.texts())
+def test_goldens(name):
+    path = goldens.FOLDER / name
+    meaning = (
+        f"tests/golden/{name} is not what the code says. If that is meant, run\n"
+        f"    {goldens.COMMAND}\nand let the reviewer read the difference."
+    )
+    assert path.is_file(), meaning
+    assert path.read_text().splitlines() == goldens.texts()[name].splitlines(), meaning
+
+
+def test_no_golden_is_left_over():
+    found = {file.relative_to(goldens.FOLDER).as_posix() for file in goldens.FOLDER.rglob("*.txt")}
+    assert found == set(goldens.texts())
+
+
+def test_at_most_150_keys_each_with_a_meaning():
+    schema = recipe.full_schema(recipe.registry.DEFAULT_TARGET)
+    assert 50 < len(schema) <= 150
+    assert not [path for path, field in schema.items() if not field.doc]
+
+
+def test_goldens_hold_splits_copies_and_refusals():
+    text = goldens.texts()["sharding/llama3_8b.txt"]
+    for word in ("(-,fsdp,tensor,-)", "8 kv heads < tensor 16: copied", "refused", "zero 1 keeps"):
+        assert word in text
+
+
+def test_the_packaged_folder_is_the_checkout_s():
+    assert config.packaged_folders() == (goldens.ROOT / "configs",)

@@ -1,0 +1,275 @@
+"""project, embed and cross_entropy: equal to plain formulas and their autodiff, on any mesh."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models_for_tests import MIXED, ONE, Layout, buffer_shapes, collectives, rules_and_mesh, worst
+
+from jaxdist import precision, sharding
+from jaxdist.ops.cross_entropy import cross_entropy
+from jaxdist.ops.embedding import embed
+from jaxdist.ops.projection import project
+from jaxdist.telemetry import hlo
+
+B, S, D, F, V = 8, 12, 16, 24, 40
+LAYOUTS = {
+    "one": ONE,
+    "mixed": MIXED,
+    "fsdp": Layout(8, fsdp=8),
+    "tensor": Layout(8, tensor=8),
+    "zero2": Layout(8, fsdp=4, tensor=2, zero=2),
+    "sequence": Layout(8, fsdp=2, tensor=4, sequence_parallel=True),
+}
+pytestmark = pytest.mark.usefixtures("nothing_to_promote")
+
+
+@pytest.fixture
+def nothing_to_promote():
+    with jax.numpy_rank_promotion("allow"):  # the reference formulas are plain
+        yield
+
+
+@lru_cache
+def arrays() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    dims = {
+        "x": (B, S, D), "gate": (D, F), "up": (D, F), "query": (D, 8, 4), "out": (8, 4, D),
+        "table": (V, D), "head": (D, V),
+    }  # fmt: skip
+    found = {name: random.normal(size=size).astype(np.float32) for name, size in dims.items()}
+    found["indices"] = random.integers(0, V, (B, S), dtype=np.int32)
+    found["weights"] = (random.random((B, S)) < 0.7).astype(np.float32)
+    found["weights"][2] = 0.5
+    return found
+
+
+NAMES = {
+    "gate": ("d_model", "d_ff"), "up": ("d_model", "d_ff"), "query": ("d_model", "heads", "head_dim"),
+    "out": ("heads", "head_dim", "d_model"), "table": ("vocab", "d_model"),
+    "head": ("d_model", "vocab"),
+}  # fmt: skip
+
+
+def on_mesh(function, layout: Layout):
+    """Returns the jitted function of (parameters, x), and it lowered with placed arguments."""
+    rules, mesh = rules_and_mesh(layout)
+
+    def inside(parameters, *inputs):
+        with sharding.activate(mesh, rules):
+            named = {n: nnx.Param(value, logical=NAMES[n]) for n, value in parameters.items()}
+            return function(named, *inputs)
+
+    def placed(parameters, *inputs):
+        specs = {n: rules.stored(NAMES[n], v.shape) for n, v in parameters.items()}
+        where = {n: jax.sharding.NamedSharding(mesh, spec) for n, spec in specs.items()}
+        rows = [("batch", "sequence", None)[: x.ndim] for x in inputs]
+        return jax.device_put(parameters, where), *(
+            jax.device_put(x, jax.sharding.NamedSharding(mesh, rules.activation(names, x.shape)))
+            for x, names in zip(inputs, rows, strict=True)
+        )
+
+    return jax.jit(inside), placed
+
+
+def compare(ours, reference, layout: Layout, parameters: list[str], *inputs, limit=2e-6) -> None:
+    """Asserts that values and gradients for parameters and x agree with the plain formula's."""
+    values = {name: arrays()[name] for name in parameters}
+    plain = jax.jit(jax.value_and_grad(reference, argnums=(0, 1), has_aux=True))
+    expected = jax.device_get(plain(values, *inputs))
+    step, placed = on_mesh(lambda p, *rest: _value_and_grad(ours, p, *rest), layout)
+    found = jax.device_get(step(*placed(values, *inputs)))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected[1]))
+    assert worst(found, expected) < limit
+
+
+def _value_and_grad(function, parameters, x, *rest):
+    def scalar(values, x):
+        named = {n: nnx.Param(v, logical=NAMES[n]) for n, v in values.items()}
+        return function(named, x, *rest)
+
+    values = {name: parameter[...] for name, parameter in parameters.items()}
+    return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(values, x)
+
+
+# --- project --------------------------------------------------------------------------------------
+
+
+def _projected(p, x):
+    gate, up = project(x, p["gate"], p["up"])
+    (q,) = project(x, p["query"])
+    (y,) = project(jnp.sin(q), p["out"], contract=2)
+    total = (jnp.tanh(gate) * up).sum() + (y * x).sum()
+    return total, (gate, up, q, y)
+
+
+def _projected_plainly(p, x):
+    gate, up = x @ p["gate"], x @ p["up"]
+    q = jnp.einsum("bsd,dhn->bshn", x, p["query"])
+    y = jnp.einsum("bshn,hnd->bsd", jnp.sin(q), p["out"])
+    return (jnp.tanh(gate) * up).sum() + (y * x).sum(), (gate, up, q, y)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_project_equals_einsum_and_its_gradients(layout):
+    kernels = ["gate", "up", "query", "out"]
+    compare(_projected, _projected_plainly, layout, kernels, arrays()["x"])
+
+
+def test_projects_gradients_are_float32_whatever_the_activations():
+    kernel, x = jnp.asarray(arrays()["up"]), jnp.asarray(arrays()["x"], jnp.bfloat16)
+
+    def loss(kernel, x):
+        (y,) = project(x, nnx.Param(kernel, logical=NAMES["up"]))
+        assert y.dtype == jnp.bfloat16
+        return y.astype(jnp.float32).sum()
+
+    dkernel, dx = jax.grad(loss, argnums=(0, 1))(kernel, x)
+    assert (dkernel.dtype, dx.dtype) == (jnp.float32, jnp.bfloat16)
+    exact = np.broadcast_to(np.asarray(x, np.float64).sum((0, 1))[:, None], kernel.shape)
+    # A sum of 96 bfloat16 values, exact in float32 but not in bfloat16 (8 bits).
+    assert np.abs(exact).max() > 1 and worst(dkernel, exact) < 1e-6
+
+
+# --- embed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_embed_equals_indexing_and_its_gradient(layout):
+    indices = arrays()["indices"].copy()
+    indices[:, ::2] = 3  # a frequent token: its gradient is a long sum
+
+    def ours(p, x, indices):
+        rows = embed(p["table"], indices)
+        return (jnp.sin(rows) * x + x * x).sum(), rows
+
+    def plain(p, x, indices):
+        rows = p["table"][indices]
+        return (jnp.sin(rows) * x + x * x).sum(), rows
+
+    compare(ours, plain, layout, ["table"], arrays()["x"], indices)
+
+
+def test_embeds_gradient_adds_up_in_float32():
+    indices = np.zeros((4, 1024), np.int32)
+
+    def loss(table):
+        with precision.computing_in("bfloat16"):
+            rows = embed(nnx.Param(table, logical=NAMES["table"]), indices)
+        assert rows.dtype == jnp.bfloat16
+        return rows.astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss)(arrays()["table"])
+    assert gradient.dtype == jnp.float32
+    # In bfloat16 the sum of ones stops at 256.
+    np.testing.assert_array_equal(gradient[0], np.full(D, 4096, np.float32))
+
+
+def test_embed_moves_rows_not_the_table():
+    vocab, values = 4096, {"table": np.zeros((4096, D), np.float32)}
+
+    def rows(p, indices):
+        return sharding.shard(embed(p["table"], indices), "batch", "sequence", None)
+
+    step, placed = on_mesh(rows, LAYOUTS["fsdp"])
+    module = hlo.parse(step.lower(*placed(values, arrays()["indices"])).compile().as_text())
+    gathered = collectives(module, ("all-gather", "all-to-all", "all-reduce"))
+    assert any(kind == "all-to-all" for _, kind, _, _ in gathered)
+    assert all(vocab not in shape for _, _, _, shape in gathered)
+
+
+# --- cross_entropy --------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {},
+    "chunks": {"chunk_tokens": 3},
+    "z_loss": {"z_loss": 0.1, "chunk_tokens": 4},
+    "softcap": {"softcap": 2.0},
+    "tied": {"tied": True, "z_loss": 0.05, "softcap": 3.0, "chunk_tokens": 2},
+}
+
+
+def _score(head_name, options):
+    def ours(p, x, targets, weights):
+        loss, z = cross_entropy(x, p[head_name], targets, weights, **options)
+        return loss + z, (loss, z)
+
+    def plain(p, x, targets, weights):
+        head = p[head_name].T if options.get("tied") else p[head_name]
+        logits = x @ head
+        if cap := options.get("softcap"):
+            logits = cap * jnp.tanh(logits / cap)
+        log_z = jax.nn.logsumexp(logits, -1)
+        picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        loss = (weights * (log_z - picked)).sum()
+        z = options.get("z_loss", 0) * (weights * log_z**2).sum()
+        return loss + z, (loss, z)
+
+    return ours, plain
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [("one", v) for v in VARIANTS]
+    + [(name, v) for name in ("mixed", "tensor") for v in ("plain", "tied")]
+    + [("fsdp", "chunks"), ("sequence", "tied"), ("zero2", "z_loss")],
+)
+def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
+    options = VARIANTS[variant]
+    head = "table" if options.get("tied") else "head"
+    inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
+    compare(*_score(head, options), LAYOUTS[layout], [head], *inputs, limit=3e-6)
+
+
+def test_chunks_change_nothing():
+    x, targets, weights = arrays()["x"], arrays()["indices"], arrays()["weights"]
+    head = nnx.Param(arrays()["head"])
+
+    def scored(chunk):
+        return jax.value_and_grad(
+            lambda x: cross_entropy(x, head, targets, weights, chunk_tokens=chunk)[0]
+        )(x)
+
+    whole = scored(0)
+    for chunk in (1, 5 * B, 1000):  # 5 positions do not divide the sequence: 4 do
+        assert worst(scored(chunk), whole) < 1e-6
+
+
+def test_the_gradient_scales_with_its_cotangent_and_weights_have_none():
+    x, targets, weights = arrays()["x"], arrays()["indices"], arrays()["weights"]
+    head = nnx.Param(arrays()["head"])
+
+    def loss(x, scale):
+        total, z = cross_entropy(x, head, targets, weights, z_loss=0.1)
+        return scale * (total + z)
+
+    once, thrice = jax.grad(loss)(x, 1.0), jax.grad(loss)(x, 3.0)
+    assert worst(thrice, 3 * once) < 1e-6
+    silent = jax.grad(lambda x: cross_entropy(x, head, targets, 0 * weights)[0])(x)
+    assert not silent.any() and once.any()
+
+
+@pytest.mark.parametrize("layout", ["one", "mixed"])
+def test_logits_of_all_tokens_never_exist(layout):
+    length, vocab = 64, 512
+
+    def gradient(chunk):
+        def loss(p, x, targets, weights):
+            def ours(p, x, *rest):
+                return cross_entropy(x, p["head"], *rest, chunk_tokens=chunk)[0], ()
+
+            return _value_and_grad(ours, p, x, targets, weights)
+
+        step, placed = on_mesh(loss, LAYOUTS[layout])
+        inputs = np.ones((B, length, D), np.float32), np.zeros((B, length), np.int32)
+        arguments = placed({"head": np.ones((D, vocab), np.float32)}, *inputs, inputs[0][..., 0])
+        module = hlo.parse(step.lower(*arguments).compile().as_text())
+        return max(int(np.prod(shape)) for shape in buffer_shapes(module) if shape)
+
+    batch, width = (B, vocab) if layout == "one" else (B // 4, vocab // 2)
+    everything = batch * length * width  # on one device
+    assert gradient(0) == everything  # the check can see them
+    assert gradient(16) < everything / 3

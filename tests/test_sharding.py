@@ -1,0 +1,225 @@
+"""The rule table: specs by logical name, faults, the explain table, and what lies where."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from models_for_tests import FSDP, MIXED, OPTIMIZER, TINY, Layout, rules_and_mesh, spec_of, step_of
+
+from jaxdist import sharding
+from jaxdist.config import ConfigError
+from jaxdist.mesh import AXES, MeshShape
+from jaxdist.models.transformer import Transformer
+from jaxdist.optimizers import build_schedule
+from jaxdist.sharding import Rules
+from jaxdist.training.state import describe
+from jaxdist.training.step import StepConfig, build_train_step
+
+
+def rules(zero: int = 3, sequence_parallel: bool = False, **sizes: int) -> Rules:
+    return Rules(
+        MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1)), zero, sequence_parallel
+    )
+
+
+def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        sharding.place(spec_of(model).named_parameters(), rules(zero, **sizes))
+    return str(caught.value)
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "dims", "spec"),
+    [
+        (("d_model", "d_ff"), (4, 32, 48), P(None, "fsdp", "tensor")),
+        (("d_ff", "d_model"), (4, 48, 32), P(None, "tensor", "fsdp")),
+        (("d_model", "heads", "head_dim"), (4, 32, 4, 8), P(None, "fsdp", "tensor", None)),
+        (("heads", "head_dim", "d_model"), (4, 4, 8, 32), P(None, "tensor", None, "fsdp")),
+        (("vocab", "d_model"), (64, 32), P("tensor", "fsdp")),
+        (("d_model",), (4, 32), P(None, None)),  # a stack of vectors: kept whole
+        (("heads", "head_dim"), (4, 4, 8), P(None, "tensor", None)),  # a bias is a vector too
+        ((), (3, 40, 64), P(None, None, "fsdp")),  # no names: the largest dim that divides
+        ((), (7,), P(None)),
+    ],
+)
+def test_stored_specs(names, dims, spec):
+    assert rules(fsdp=8, tensor=2).stored(names, dims) == spec
+
+
+@pytest.mark.parametrize(
+    ("zero", "stored", "gradient", "state"),
+    [(0, False, False, False), (1, False, False, True), (2, False, True, True), (3, True, True, True)],
+)
+def test_zero_says_what_fsdp_shards(zero, stored, gradient, state):
+    table, names, dims = rules(zero, fsdp=4), ("d_model", "d_ff"), (2, 32, 48)
+    found = [table.stored, table.gradient, table.state, table.computed]
+    split = ["fsdp" in spec(names, dims) for spec in found]
+    assert split == [stored, gradient, state, False]
+
+
+def test_activations_follow_their_names_and_leave_out_what_does_not_divide():
+    table = rules(data=2, fsdp=2, tensor=2)
+    names = ("batch", "residual", None)
+    assert table.activation(names, (8, 16, 32)) == P(("data", "fsdp"), None, None)
+    assert table.activation(names, (2, 16, 32)) == P("data", None, None)
+    assert table.activation(names, (3, 16, 32)) == P(None, None, None)
+    heads = ("batch", "sequence", "heads", None)
+    assert table.activation(heads, (8, 16, 4, 8)) == P(("data", "fsdp"), None, "tensor", None)
+    split = replace(table, sequence_parallel=True).activation(names, (8, 16, 32))
+    assert split == P(("data", "fsdp"), "tensor", None)
+
+
+def test_shard_does_nothing_outside_a_step_and_constrains_inside():
+    x = jnp.ones((8, 4, 2))
+    assert sharding.shard(x, "batch", "sequence", None) is x
+    table, mesh = rules_and_mesh(MIXED)
+
+    @jax.jit
+    def inside(x):
+        with sharding.activate(mesh, table):
+            return sharding.shard(x, "batch", "sequence", "d_ff")
+
+    assert sharding.active() is None
+    assert inside(x).sharding.spec == P(("data", "fsdp"), None, "tensor")
+
+
+def test_more_names_than_dims_is_a_mistake():
+    with pytest.raises(ValueError, match="2 logical names"):
+        rules(fsdp=2).stored(("d_model", "d_ff"), (4,))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
+    text = faults(tensor=5)
+    assert (
+        "blocks/mlp/down: dim d_ff=48 is not divisible by mesh.tensor=5; "
+        "nearest legal d_ff: 45 or 50; or set mesh.tensor to 4" in text.splitlines()
+    )
+    assert "embedding: dim vocab=64" in text and "output: dim vocab=64" in text
+
+
+def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
+    text = faults(fsdp=3)
+    assert "blocks/mlp/up: dim d_model=32 is not divisible by mesh.fsdp=3" in text
+    assert "nearest legal d_model: 30 or 33; or set mesh.fsdp to 2" in text
+    assert "norm" not in text  # vectors are kept whole
+    assert sharding.place(spec_of().named_parameters(), rules(0, fsdp=3))
+
+
+def test_query_heads_that_tensor_does_not_divide_are_refused():
+    text = faults(model=replace(TINY, num_heads=6, num_kv_heads=2), tensor=4)
+    assert "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
+    assert "kv_heads" not in text  # two are copied, no fault
+
+
+def test_kv_heads_are_copied_if_tensor_is_a_multiple_and_refused_if_neither_divides():
+    few = replace(TINY, num_heads=8, num_kv_heads=2)
+    placed = sharding.place(spec_of(few).named_parameters(), rules(tensor=4))
+    key = next(p for p in placed if p.path == "blocks/attention/key")
+    assert key.stored == P(None, None, None, None) and "2 kv heads < tensor 4: copied" in key.why
+    assert "2 kv heads < tensor 4: copied" in sharding.explain(placed)
+    odd = replace(TINY, num_heads=12, num_kv_heads=3)
+    text = faults(model=odd, tensor=2)
+    assert "key: dim kv_heads=3 is not divisible by mesh.tensor=2" in text
+    assert "value: dim kv_heads=3" in text and "query" not in text
+
+
+def test_building_a_step_raises_all_faults():
+    table, mesh = rules_and_mesh(Layout(8, fsdp=4, tensor=2))
+    model = spec_of(replace(TINY, d_model=30, d_ff=47))
+    with pytest.raises(ConfigError) as caught:
+        build_train_step(
+            model, OPTIMIZER, build_schedule(OPTIMIZER, 10, 8), mesh, table, StepConfig()
+        )
+    assert "d_model=30" in str(caught.value) and "d_ff=47" in str(caught.value)
+
+
+# --- the table, and what really lies where --------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_explain_gives_bytes_copies_and_reasons(zero):
+    placed = sharding.place(spec_of().named_parameters(), rules(zero, data=2, fsdp=4))
+    up = next(p for p in placed if p.path == "blocks/mlp/up")
+    parts = 4 if zero == 3 else 1
+    assert up.shard_bytes == 2 * 32 * 48 * 4 // parts
+    assert up.replicated_bytes == up.shard_bytes * 8 - 2 * 32 * 48 * 4
+    assert "data 2 replicates" in up.why
+    assert (f"zero {zero} keeps parameters whole" in up.why) == (zero < 3)
+    table = sharding.explain(placed)
+    lines = table.splitlines()
+    assert len(lines) == len(placed) + 2 and "total:" in lines[-1]
+    assert f"{sum(p.shard_bytes for p in placed):,} bytes of parameters per device" in lines[-1]
+    assert "(-,fsdp,-)" in table if zero else "(-,fsdp,-)" not in table
+
+
+def test_a_parameter_that_cannot_be_split_says_why():
+    odd = {"table": (jax.ShapeDtypeStruct((7, 9), jnp.float32), ())}
+    (placed,) = sharding.place(odd, rules(fsdp=4))
+    assert placed.stored == P(None, None) and "no dim divides by fsdp 4" in placed.why
+
+
+@pytest.mark.parametrize("layout", [MIXED, FSDP._replace(zero=1)], ids=["mixed", "zero1"])
+def test_the_state_lies_where_the_table_says(layout):
+    built, (table, _) = step_of(layout), rules_and_mesh(layout)
+    state = built.init()
+    placed = {p.path: p for p in sharding.place(spec_of().named_parameters(), table)}
+    leaves = jax.tree_util.tree_leaves_with_path(state.trainable)
+    assert len(leaves) == len(placed) and any("fsdp" in p.state for p in placed.values())
+    for path, leaf in leaves:
+        expected = placed[jax.tree_util.keystr(path, simple=True, separator="/")]
+        shards = leaf.addressable_shards
+        assert {shard.data.shape for shard in shards} == {expected.shard_dims}
+        held = sum(shard.data.nbytes for shard in shards)
+        assert held == leaf.nbytes + expected.replicated_bytes
+    moments = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    found = 0
+    for path, leaf in moments:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        owner = next((p for p in placed.values() if name.endswith("u/" + p.path)), None)
+        if owner is not None:
+            assert leaf.sharding.is_equivalent_to(
+                jax.sharding.NamedSharding(leaf.sharding.mesh, owner.state), leaf.ndim
+            )
+            found += 1
+    assert found == 2 * len(placed)  # mu and nu
+
+
+def test_init_does_not_depend_on_the_mesh():
+    one, other = step_of().init().trainable, step_of(MIXED).init().trainable
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+
+
+class Foreign(nnx.Module):
+    """A model with flax's own annotations, and a parameter with none."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones_init(), ("d_model", "d_ff"))
+        self.annotated = nnx.Linear(16, 24, kernel_init=init, use_bias=False, rngs=rngs)
+        self.plain = nnx.Linear(24, 40, rngs=rngs)
+
+
+def test_annotations_of_flax_are_read_and_the_rest_gets_a_default():
+    spec = describe(Foreign)
+    named = spec.named_parameters()
+    assert named["annotated/kernel"][1] == ("d_model", "d_ff")
+    assert named["plain/kernel"][1] == ()
+    placed = {p.path: p.stored for p in sharding.place(named, rules(fsdp=4, tensor=2))}
+    assert placed["annotated/kernel"] == P("fsdp", "tensor")
+    assert placed["plain/kernel"] == P(None, "fsdp") and placed["plain/bias"] == P(None)
+
+
+def test_nothing_is_allocated_to_describe_a_model():
+    huge = replace(TINY, num_layers=100, d_model=2**14, d_ff=2**16, vocab_size=2**17)
+    spec = describe(lambda rngs: Transformer(huge, rngs=rngs))
+    assert spec.parameter_count > 3e11 and math.prod(jax.tree.leaves(spec.trainable)[0].shape) > 0

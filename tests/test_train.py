@@ -1,0 +1,161 @@
+"""Real runs as processes: they learn, die by kill -9, go on exactly, and change machines."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.checkpoint.folder import list_steps, read_step, step_path
+from jaxdist.checkpoint.orbax_backend import OrbaxBackend
+from jaxdist.telemetry.metrics import read_events, read_rows
+
+TINY = {
+    "train.steps": 60,
+    "train.max_minutes": 0,
+    "train.eval_every": 0,
+    "train.log_every": 1,
+    "batch.sequence_length": 32,
+    "batch.global_size": 8,
+    "model.num_layers": 2,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "model.head_dim": 8,
+    "model.dropout": 0.1,
+    "optimizer.warmup_steps": 5,
+    "checkpoint.every_steps": 7,
+    "checkpoint.keep_last": 3,
+}
+
+
+def command(workdir: Path, **changes) -> list[str]:
+    settings = TINY | {key.replace("__", "."): value for key, value in changes.items()}
+    flags = [f"--config.{key}={str(value).lower()}" for key, value in settings.items()]
+    train = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart"]
+    return [*train, "--workdir", str(workdir), *flags]
+
+
+def environment(devices: int) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def train(workdir: Path, devices: int = 1, **changes) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        command(workdir, **changes), env=environment(devices), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def train_and_kill(workdir: Path, after_step: int, devices: int = 1, **changes) -> None:
+    """Starts a run and kills it -9 as soon as its metrics show the step."""
+    process = subprocess.Popen(
+        command(workdir, **changes),
+        env=environment(devices),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and last_step(workdir) < after_step:
+        time.sleep(0.002)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def last_step(workdir: Path) -> int:
+    metrics = workdir / "metrics.jsonl"
+    return max((row["step"] for row in read_rows(metrics).train), default=0) if metrics.exists() else 0
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_rows(workdir).train}
+
+
+def every_loss(workdir: Path) -> dict[int, set[float]]:
+    """Returns all losses written for a step: those of steps done twice, too."""
+    found: dict[int, set[float]] = {}
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["step"], set()).add(row["loss"])
+    return found
+
+
+def final_arrays(workdir: Path) -> dict[str, np.ndarray]:
+    folder, step = workdir / "checkpoints", TINY["train.steps"]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=here)
+        for name, info in read_step(folder, step).arrays.items()
+    }
+    backend = OrbaxBackend(timeout_s=60)
+    found = backend.read(step_path(folder, step), abstract)
+    backend.close()
+    return jax.device_get(found)
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("straight") / "run"
+    train(workdir)
+    return workdir
+
+
+def test_a_run_learns_and_writes_what_it_promises(straight):
+    rows = read_rows(straight).train
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert rows[-1]["tokens_seen"] == 60 * 8 * 32
+    assert {"step_time_s", "tokens_per_s", "mfu", "data_wait_s", "grad_norm"} <= rows[0].keys()
+    assert rows[0]["mfu"] is None  # a CPU's peak is unknown, and not guessed
+    assert list_steps(straight / "checkpoints") == [49, 56, 60]
+    assert read_step(straight / "checkpoints", 60).metadata["progress"]["step"] == 60
+    events = [event["event"] for event in read_events(straight)]
+    assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 9
+    run = json.loads((straight / "run.json").read_text())
+    assert run["parameters"] > 10_000 and run["flops_per_token"]["causal"] > 0
+
+
+def test_kill_9_and_the_same_command_give_the_same_run_bitwise(straight, tmp_path):
+    workdir, draw = tmp_path / "killed", random.Random(0)
+    for after in sorted(draw.sample(range(8, 55), 2)):
+        train_and_kill(workdir, after)
+    done = train(workdir)
+    assert "resumed after step" in done.stdout
+    assert len(every_loss(workdir)) == 60
+    assert sum(event["event"] == "restore" for event in read_events(workdir)) >= 1
+    assert all(len(values) == 1 for values in every_loss(workdir).values())
+    assert losses(workdir) == losses(straight)
+    assert same_state(workdir, straight)
+
+
+def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
+    workdir = tmp_path / "moved"
+    train_and_kill(workdir, 30)
+    layout = {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__data": 2, "batch__accumulation": 2}
+    train(workdir, devices=8, **layout)
+    run = json.loads((workdir / "run.json").read_text())
+    assert run["mesh"]["tensor"] == 2 and run["num_devices"] == 8
+    reference = losses(straight)
+    for step, loss in losses(workdir).items():
+        assert loss == pytest.approx(reference[step], rel=1e-5), step
+
+
+def same_state(one: Path, other: Path) -> bool:
+    a, b = final_arrays(one), final_arrays(other)
+    assert a.keys() == b.keys() and len(a) > 20
+    return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(straight):
+    before = (straight / "metrics.jsonl").read_bytes()
+    done = train(straight)
+    assert "finished at step 60" in done.stdout and "train.steps" in done.stdout
+    assert (straight / "metrics.jsonl").read_bytes() == before

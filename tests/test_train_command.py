@@ -1,0 +1,300 @@
+"""`jaxdist train` from outside: every bad input gets a line with its cure and exit code 78."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import dry_run, recipe, train
+from jaxdist.mesh import MeshConfig
+
+FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
+FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1")
+
+
+def overrides(*settings: str) -> list[str]:
+    return [f"--config.{setting}" for setting in settings]
+
+
+def refused(capsys, *arguments: str) -> list[str]:
+    """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
+    with pytest.raises(SystemExit) as stopped:
+        recipe.main_with_config_errors(lambda: train.main(list(arguments)))
+    assert stopped.value.code == 78
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "(keys are set by --config.KEY=VALUE)"
+    assert all(line.startswith("error: ") for line in lines[:-1])
+    return [line.removeprefix("error: ") for line in lines[:-1]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Returns the settings of a small text corpus and of its cache."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("the cat sat on the mat. " * 2000)
+    cache = f"data.cache_dir={folder / 'cache'}"
+    return ["data.source=text", f"data.path={folder / 'text.txt'}", cache]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus):
+    """Returns the workdir of a run of two steps, and the arguments that made it."""
+    folder = tmp_path_factory.mktemp("run")
+    arguments = ["--config", "quickstart", "--workdir", str(folder), *overrides(*FEW, *corpus)]
+    assert train.main(arguments) == 0
+    assert (folder / "checkpoints" / "2").is_dir()
+    return folder, arguments
+
+
+# --- faults of keys and values --------------------------------------------------------------------
+
+CASES = {
+    "unknown key": (["train.step=3"], ["train.step: no such field. Did you mean train.steps?"]),
+    "wrong type": (["train.steps=many"], ["train.steps: got 'many', required int."]),
+    "not a choice": (
+        ["optimizer.name=adam"],
+        ["optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon. "
+         "Did you mean adamw?"],
+    ),
+    "a group": (["batch=3"], ["batch: is a group. Set one of its fields: batch.global_size"]),
+    "batch": (["batch.global_size=12"], ["batch.global_size=12 is not divisible", "8 or 16"]),
+    "batch too small": (["batch.global_size=4"], ["nearest legal sizes: 8"]),
+    "query heads": (
+        ["mesh.tensor=4", "model.num_heads=6", "model.num_kv_heads=2"],
+        ["blocks/attention/out and 1 more: dim heads=6 is not divisible by mesh.tensor=4",
+         "nearest legal heads: 4 or 8"],
+    ),
+    "kv heads, neither divides": (
+        ["mesh.tensor=4", "model.num_heads=12", "model.num_kv_heads=6"],
+        ["dim kv_heads=6 is not divisible by mesh.tensor=4"],
+    ),
+    "kv heads and heads": (["model.num_kv_heads=3"], ["model.num_kv_heads=3 does not divide"]),
+    "width": (["mesh.fsdp=8", "model.d_model=100"], ["d_model=100", "mesh.fsdp=8", "96 or 104"]),
+    "two -1": (
+        ["mesh.fsdp=-1"], ["mesh.data and mesh.fsdp are both -1; at most one", "give the other"]
+    ),
+    "mesh too large": (
+        ["mesh.data=16"], ["mesh: data 16 needs 16 devices, there are 8; set sizes whose product"]
+    ),
+    "mesh does not divide": (["mesh.fsdp=3"], ["fsdp 3 needs 3 devices", "divides 8"]),
+    "zero without shards": (["mesh.zero=1"], ["mesh.zero=1 with mesh.fsdp=1", "set mesh.fsdp"]),
+    "learned positions": (
+        ["model.positions=learned", "model.max_positions=64"],
+        ["batch.sequence_length=128 is longer than the model's learned positions",
+         "raise model.max_positions"],
+    ),
+    "no learned positions": (["model.positions=learned"], ["model.max_positions: learned"]),
+    "remat": (["remat.policy=ful"], ["remat.policy='ful': must be none, full, dots"]),
+    "warm-up": (["train.steps=50"], ["optimizer.warmup_steps", "<= train.steps = 50"]),
+    "steps": (["train.steps=0", "optimizer.warmup_steps=0"], ["train.steps=0: must be >= 1"]),
+    "no path": (["data.source=bin"], ["data.source=bin needs data.path; it is empty."]),
+    "model": (["model.target=jaxdist.models.transformer:Transfomer"], ["mean Transformer?"]),
+    "model module": (["model.target=nowhere:Net"], ["model.target='nowhere:Net': cannot import"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_has_one_line_with_its_cure(case, capsys, tmp_path):
+    settings, fragments = CASES[case]
+    workdir = tmp_path / "run"
+    arguments = ["--config", "quickstart", "--workdir", str(workdir), *overrides(*settings)]
+    faults = refused(capsys, *arguments)
+    assert len(faults) == 1, faults
+    for fragment in fragments:
+        assert fragment in faults[0]
+    assert not workdir.exists()  # nothing is left behind by what could not begin
+
+
+def test_several_faults_are_said_at_once(capsys):
+    faults = refused(
+        capsys, "--config", "quickstart", "--workdirs=x", "--config.seed=x", "--config.tran.steps=1"
+    )
+    assert faults == [
+        "--workdirs=x: no such flag; Did you mean --workdir? --help lists them",
+        "seed: got 'x', required int.",
+        "tran.steps: no such field. Did you mean train.steps?",
+    ]
+    many = ["batch.global_size=12", "remat.policy=ful", "data.source=bin", "mesh.tensor=3"]
+    assert len(refused(capsys, "--config", "quickstart", *overrides(*many))) == 3
+    many[-1] = "model.d_ff=30"  # with a legal mesh, batch and parameters are looked at too
+    faults = refused(capsys, "--config", "quickstart", *overrides(*many, "mesh.tensor=4"))
+    assert len(faults) == 4 + 0 and any("d_ff=30" in fault for fault in faults)
+
+
+def test_names_of_configs_and_flags(capsys):
+    assert "mean quickstart?" in refused(capsys, "--config", "quickstrat")[0]
+    assert "no such file" in refused(capsys, "--config", "nowhere/run.py")[0]
+    assert "takes no argument" in refused(capsys, "--config", "quickstart:tiny")[0]
+    assert "--config is missing" in refused(capsys)[0]
+    assert "expected one argument" in refused(capsys, "--config", "quickstart", "--workdir")[0]
+    assert refused(capsys, "--config", "quickstart", "--config.seed") == [
+        "seed: has no value; write --config.seed=VALUE"
+    ]
+
+
+def test_the_process_exits_with_78():
+    command = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart", "--config.sed=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 78 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: sed: no such field. Did you mean seed?")
+
+
+# --- faults of the data ---------------------------------------------------------------------------
+
+
+def test_data_that_is_missing_empty_or_beyond_the_vocabulary(capsys, tmp_path):
+    def of(*settings: str) -> list[str]:
+        arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "run")]
+        cache = f"data.cache_dir={tmp_path / 'cache'}"
+        return refused(capsys, *arguments, *overrides(*settings, cache))
+
+    missing = tmp_path / "nowhere.txt"
+    (fault,) = of("data.source=text", f"data.path={missing}")
+    assert f"data.path={missing}: no text file there" in fault and "give a" in fault
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    (fault,) = of("data.source=text", f"data.path={empty}")
+    assert "0 training tokens" in fault or "no documents" in fault
+    for content, words in ((b"", "0 training tokens"), (b"abc", "cut off or of another type")):
+        (tmp_path / "bad.bin").write_bytes(content)
+        (fault,) = of("data.source=bin", f"data.path={tmp_path / 'bad.bin'}")
+        assert words in fault
+    ids = np.arange(301).repeat(50).astype("<u2")
+    ids.tofile(tmp_path / "ids.bin")
+    (fault,) = of("data.source=bin", f"data.path={tmp_path / 'ids.bin'}")
+    assert "token id 300 with model.vocab_size=256. Set model.vocab_size to 301 or more" in fault
+
+
+def test_an_evaluation_without_held_out_data(capsys, tmp_path, corpus):
+    arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "run")]
+    settings = [*corpus, "data.validation_share=0"]
+    (fault,) = refused(capsys, *arguments, *overrides(*settings))
+    assert "train.eval_every=0" in fault
+
+
+# --- faults of the workdir ------------------------------------------------------------------------
+
+
+def test_a_workdir_that_cannot_be_written(capsys, tmp_path, corpus):
+    # Root may write anywhere, so permissions prove nothing: a file stands in the way.
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        arguments = ["--config", "quickstart", "--workdir", str(folder), *overrides(*corpus)]
+        (fault,) = refused(capsys, *arguments)
+        assert f"--workdir {folder}: cannot be written (" in fault and "give a folder" in fault
+
+
+def test_a_workdir_in_use(capsys, finished):
+    folder, arguments = finished
+    code = f"import fcntl; lock = open({str(folder / '.lock')!r}, 'r+'); "
+    code += "fcntl.flock(lock, fcntl.LOCK_EX); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=-1, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        (fault,) = refused(capsys, *arguments)
+        holder.communicate("\n")
+    assert fault.startswith(f"--workdir {folder}: in use by process ")
+    assert "stop it or give another --workdir" in fault
+
+
+def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
+    folder, arguments = finished
+    before = (folder / "config.json").read_text()
+    changed = overrides("seed=1", "optimizer.learning_rate=0.5", "model.d_ff=256")
+    faults = refused(capsys, *arguments, *changed)
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "seed", "model.d_ff", "optimizer.learning_rate",
+    ]  # fmt: skip
+    assert f"the run in {folder} has 384, now 256; put it back, or start a new run" in faults[1]
+    assert (folder / "config.json").read_text() == before
+
+
+def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
+    folder, arguments = finished
+    assert train.main(arguments + overrides("mesh.fsdp=2", "checkpoint.keep_last=1")) == 0
+    said = capsys.readouterr()
+    assert f"{folder} is finished at step 2. To go on, raise train.steps" in said.out + said.err
+    assert json.loads((folder / "config.json").read_text())["mesh"]["fsdp"] == 2
+
+
+# --- help, defaults, dry run ----------------------------------------------------------------------
+
+
+def test_help_lists_every_field(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--config", "llama3_8b", "--help"])
+    text = capsys.readouterr().out
+    assert not stopped.value.code and "--workdir" in text and "--dry-run" in text
+    for path in recipe.full_schema(recipe.registry.DEFAULT_TARGET):
+        assert f"--config.{path} " in text
+    assert "= 128256" in text  # the config's value, not the class's default
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ("quickstart", "runs/quickstart"),
+        ("my/file.py", "runs/file"),
+        ("gpt2_124m:tiny", "runs/gpt2_124m-tiny"),
+        ("a.py:x=1,y/2", "runs/a-x-1-y-2"),
+    ],
+)
+def test_the_default_workdir(given, folder):
+    assert train.default_workdir(given) == folder
+
+
+def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ["mesh.fsdp=4", "mesh.data=2", "batch.global_size=16", "batch.sequence_length=64"]
+    settings += ["model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=512"]
+    settings += ["train.ema_decay=0.9"]
+    assert train.main(["--config", "gpt2_124m", "--dry-run", *overrides(*settings)]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "mesh: data 2 x fsdp 4 (8 x cpu)",
+        "batch: 16 sequences a step = 1 accumulation x 8 batch shards x 2 per device",
+        "data, before training: data.source=bin needs data.path",
+        "position_embedding",
+        "cpu: no flags are set",
+        "memory per device, by the compiler",
+    ):
+        assert line in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_by_arithmetic_is_what_the_compiler_says():
+    arguments = ["--config", "llama3_8b:tiny", *overrides("mesh.fsdp=8")]
+    _, run = recipe.parse(train._parser(), arguments)
+    _, rules, spec = recipe.validate(run, jax.devices())
+    built = recipe.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules)
+    sizes = dry_run.component_bytes(built, spec, rules)
+    assert sizes["parameters"] < 4 * spec.parameter_count / 7  # it is really split
+    assert sizes["gradients"] == sizes["parameters"]  # float32, the same layout
+    assert sizes["optimizer state"] == 2 * sizes["parameters"] + 4 * 4  # and four counters
+    batch = recipe.text_batch(run, run.batch.global_size // 8)
+    held = sum(x.size * 4 for x in batch.values())
+    found = dry_run.compile_step(run, built).memory_analysis().argument_size_in_bytes
+    # The batch's own indices may be dropped where nothing reads them.
+    state = sizes["parameters"] + sizes["optimizer state"] + 4
+    assert state < found <= state + held
+
+
+@pytest.mark.parametrize(
+    ("environ", "mesh", "devices"),
+    [
+        ({"JAX_PLATFORMS": "cpu"}, MeshConfig(fsdp=8), 8),
+        ({"JAX_PLATFORMS": "cpu"}, MeshConfig(data=2, fsdp=8, tensor=4), 64),
+        ({"JAX_PLATFORMS": "cpu"}, MeshConfig(), None),
+        ({"JAX_PLATFORMS": "tpu"}, MeshConfig(fsdp=8), None),
+        (
+            {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            MeshConfig(fsdp=8),
+            None,
+        ),
+    ],
+)
+def test_a_dry_run_emulates_the_devices_it_lacks(environ, mesh, devices):
+    assert dry_run.missing_devices(mesh, environ) == devices
