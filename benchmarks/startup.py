@@ -23,6 +23,7 @@ import numpy as np
 
 POLL_S = 0.004
 LIMIT_S = 600.0
+SIDES = ("jaxdist", "handwritten")
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
 def one_round(folder: Path, flags: argparse.Namespace, number: int) -> dict:
     """Returns {"cold": {side: (wall, processor)}, "warm": ...}; sides change places every round."""
     out: dict[str, dict] = {"cold": {}, "warm": {}}
-    sides = ["jaxdist", "handwritten"] if number % 2 == 0 else ["handwritten", "jaxdist"]
+    sides = SIDES if number % 2 == 0 else SIDES[::-1]
     for kind in ("cold", "warm"):
         for side in sides:
             place = folder / f"{side}{number}"

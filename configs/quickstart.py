@@ -13,6 +13,8 @@ def get_config():
     config.train.steps = 2000
     config.train.max_minutes = 4.5
     config.train.eval_every = 1000
+    config.train.sample_tokens = 400
+    config.train.sample_prompt = "def "
     config.batch.global_size = 16
     config.batch.sequence_length = 128
     config.data.validation_tokens = 131072

@@ -20,9 +20,11 @@ from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.data import Dataset, open_dataset
 from jaxdist.data.loader import Loader
+from jaxdist.decoding import Generate, SamplingConfig, build_generator
 from jaxdist.evaluation import evaluate
 from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
+from jaxdist.telemetry import html, summary
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.telemetry.profile import ProfileWindow
@@ -74,14 +76,19 @@ def run(
         say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); ", end="")
         say(f"{spec.parameter_count:,} parameters")
         say(recipe.batch_arithmetic(config, shape))
-        built = recipe.build_step(config, spec, build_mesh(config.mesh, devices), rules)
+        mesh = build_mesh(config.mesh, devices)
+        built = recipe.build_step(config, spec, mesh, rules)
+        generate = None
+        if hasattr(config.model_class, "decode"):
+            generate = build_generator(spec, mesh, rules, compute=config.precision.compute)
         with store, MetricsWriter(folder, enabled=lead) as writer:
             state, step, progress = _begin(config, built, dataset, store)
             speed = workdir.throughput(config, spec, devices)
             with _display(config, progress, title, lead) as display:
                 session = Session(
-                    config, folder, built, step, dataset, store, writer, display, speed, progress
-                )
+                    config, folder, built, step, dataset, store, writer, display, speed, progress,
+                    generate,
+                )  # fmt: skip
                 return session.train(state)
 
 
@@ -155,10 +162,11 @@ class Session:
         display: Display,
         speed: Throughput,
         progress: Progress,
+        generate: Generate | None,  # None: the model cannot
     ):
         self.config, self.folder, self.built, self.step = config, folder, built, step
         self.dataset, self.store, self.writer, self.display = dataset, store, writer, display
-        self.speed, self.progress = speed, progress
+        self.speed, self.progress, self.generate = speed, progress, generate
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
         self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
         self.window = Window(time.monotonic(), progress.step, 0.0)
@@ -188,6 +196,7 @@ class Session:
         self.store.wait()
         self._report_saves()
         self.writer.event("stop", self.progress.step, reason="finished")
+        self._keepsakes(state)
         return state
 
     def _announce(self) -> None:
@@ -311,6 +320,27 @@ class Session:
             )  # fmt: skip
             if not saved.ok:
                 self.display.note(f"checkpoint {saved.step} failed, training goes on: {saved.error}")
+
+    def _keepsakes(self, state: State) -> None:
+        """Writes a sample of what the model says now, and the report."""
+        train, tokenizer = self.config.train, self.dataset.tokenizer
+        text = ""
+        if train.sample_tokens and tokenizer is not None and self.generate is not None:
+            self.display.status("sampling")
+            prompt = tokenizer.encode(train.sample_prompt)
+            weights = state.trainable if state.ema is None else state.ema
+            (found,) = self.generate(
+                weights, state.model_state, [prompt], max_tokens=train.sample_tokens,
+                sampling=SamplingConfig(temperature=0.8), seed=self.config.seed,
+            )  # fmt: skip
+            text = train.sample_prompt + tokenizer.decode(found.tokens)
+            self.display.note(f"sample:\n{text}")
+        if jax.process_index() == 0:
+            if text:
+                workdir.write_text(self.folder / workdir.SAMPLE, text)
+            page = html.render([summary.read_run(self.folder)])
+            workdir.write_text(self.folder / workdir.REPORT, page)
+            self.display.note(f"report: {self.folder / workdir.REPORT}")
 
     # --- ending by the clock ----------------------------------------------------------------------
 

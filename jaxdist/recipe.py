@@ -45,6 +45,8 @@ class TrainConfig:
     log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
     eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
     ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
+    sample_tokens: int = 0  # tokens of sample text written at the end; 0 = no sample
+    sample_prompt: str = "\n"  # what the sample goes on from
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ HARMLESS = (
     "train.log_every",
     "train.eval_every",
     "train.max_minutes",
+    "train.sample_*",
     "data.cache_dir",
     "data.prefetch",
     "data.validation_tokens",

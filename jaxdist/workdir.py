@@ -33,7 +33,8 @@ from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.training.state import ModelSpec
 
-CONFIG, RUN, LOCK, SAMPLE = "config.json", "run.json", ".lock", "sample.txt"
+CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
+SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
 
 
@@ -66,11 +67,16 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(partial, path)
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def settle_config(folder: Path, run: RunConfig, *, resuming: bool) -> None:

@@ -12,7 +12,7 @@ from jaxdist import dry_run, recipe, train
 from jaxdist.mesh import MeshConfig
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
-FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1")
+FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1", "optimizer.name=adamw")
 
 
 def overrides(*settings: str) -> list[str]:
@@ -119,9 +119,11 @@ def test_several_faults_are_said_at_once(capsys):
     ]
     many = ["batch.global_size=12", "remat.policy=ful", "data.source=bin", "mesh.tensor=3"]
     assert len(refused(capsys, "--config", "quickstart", *overrides(*many))) == 3
-    many[-1] = "model.d_ff=30"  # with a legal mesh, batch and parameters are looked at too
-    faults = refused(capsys, "--config", "quickstart", *overrides(*many, "mesh.tensor=4"))
-    assert len(faults) == 4 + 0 and any("d_ff=30" in fault for fault in faults)
+    many[0] = "batch.global_size=13"
+    many[-1] = "mesh.tensor=4"  # with a legal mesh, batch and parameters are looked at too
+    faults = refused(capsys, "--config", "quickstart", *overrides(*many, "model.d_ff=30"))
+    assert len(faults) == 4
+    assert "blocks/mlp/down and 2 more: dim d_ff=30 is not divisible by mesh.tensor=4" in faults[3]
 
 
 def test_names_of_configs_and_flags(capsys):
@@ -205,19 +207,19 @@ def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
     before = (folder / "config.json").read_text()
     changed = overrides("seed=1", "optimizer.learning_rate=0.5", "model.d_ff=256")
     faults = refused(capsys, *arguments, *changed)
-    assert [fault.partition(":")[0] for fault in faults] == [
-        "seed", "model.d_ff", "optimizer.learning_rate",
-    ]  # fmt: skip
-    assert f"the run in {folder} has 384, now 256; put it back, or start a new run" in faults[1]
+    changes = dict(fault.split(": ", 1) for fault in faults)
+    assert set(changes) == {"seed", "model.d_ff", "optimizer.learning_rate"}
+    cure = f"the run in {folder} has 384, now 256; put it back, or start a new run"
+    assert changes["model.d_ff"].startswith(cure)
     assert (folder / "config.json").read_text() == before
 
 
 def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
     folder, arguments = finished
-    assert train.main(arguments + overrides("mesh.fsdp=2", "checkpoint.keep_last=1")) == 0
+    assert train.main(arguments + overrides("checkpoint.keep_last=1", "data.prefetch=0")) == 0
     said = capsys.readouterr()
     assert f"{folder} is finished at step 2. To go on, raise train.steps" in said.out + said.err
-    assert json.loads((folder / "config.json").read_text())["mesh"]["fsdp"] == 2
+    assert json.loads((folder / "config.json").read_text())["data"]["prefetch"] == 0
 
 
 # --- help, defaults, dry run ----------------------------------------------------------------------
@@ -248,13 +250,13 @@ def test_the_default_workdir(given, folder):
 
 def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = ["mesh.fsdp=4", "mesh.data=2", "batch.global_size=16", "batch.sequence_length=64"]
+    settings = ["mesh.fsdp=2", "mesh.data=4", "batch.global_size=16", "batch.sequence_length=64"]
     settings += ["model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=512"]
     settings += ["train.ema_decay=0.9"]
     assert train.main(["--config", "gpt2_124m", "--dry-run", *overrides(*settings)]) == 0
     text = capsys.readouterr().out
     for line in (
-        "mesh: data 2 x fsdp 4 (8 x cpu)",
+        "mesh: data 4 x fsdp 2 (8 x cpu)",
         "batch: 16 sequences a step = 1 accumulation x 8 batch shards x 2 per device",
         "data, before training: data.source=bin needs data.path",
         "position_embedding",
@@ -273,7 +275,8 @@ def test_memory_by_arithmetic_is_what_the_compiler_says():
     sizes = dry_run.component_bytes(built, spec, rules)
     assert sizes["parameters"] < 4 * spec.parameter_count / 7  # it is really split
     assert sizes["gradients"] == sizes["parameters"]  # float32, the same layout
-    assert sizes["optimizer state"] == 2 * sizes["parameters"] + 4 * 4  # and four counters
+    counters = sizes["optimizer state"] - 2 * sizes["parameters"]
+    assert 0 < counters <= 4 * 8
     batch = recipe.text_batch(run, run.batch.global_size // 8)
     held = sum(x.size * 4 for x in batch.values())
     found = dry_run.compile_step(run, built).memory_analysis().argument_size_in_bytes

@@ -314,13 +314,25 @@ class Transformer(nnx.Module):
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
 
 
+# Written out, since `.at[layer, rows, positions]` would gather the rows of all devices: here every
+# row of the cache takes its own row of the tokens.
+_ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(2, 3),
+    inserted_window_dims=(0, 2),
+    scatter_dims_to_operand_dims=(0, 2),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+)
+
+
 def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
     """Returns the cache with T new tokens of one layer at their positions.
 
     In place: a cache that went through the scan as its input and output would be copied each step.
     """
-    rows_B1 = jnp.arange(new_BTKN.shape[0])[:, None]
-    return cached_LBSKN.at[layer, rows_B1, positions_BT].set(new_BTKN.astype(cached_LBSKN.dtype))
+    where_BT2 = jnp.stack([jnp.full_like(positions_BT, layer), positions_BT], axis=-1)
+    new = new_BTKN.astype(cached_LBSKN.dtype)
+    return jax.lax.scatter(cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True)
 
 
 def _output_std(config: TransformerConfig) -> float:

@@ -1,0 +1,93 @@
+"""The doctor: says what is here on a bare CPU, and what does not belong together."""
+
+import json
+
+import jax
+import pytest
+
+from jaxdist import doctor, extras, hardware
+
+TOGETHER = {
+    "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": None,
+    "jax-cuda13-plugin": None, "jax-cuda12-plugin": None,
+}  # fmt: skip
+
+
+def test_json_on_a_bare_cpu(capsys):
+    assert doctor.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["devices"]["platform"] == "cpu" and report["devices"]["count"] == 8
+    assert report["devices"]["launcher"] == "none: one process"
+    assert report["chip"] is None and "mfu will be null" in report["mfu"]
+    assert report["versions"]["jax"] == jax.__version__ and not report["versions"]["faults"]
+    assert set(report["extras"]) == set(extras.EXTRAS)
+    assert all(place["free_bytes"] > 0 for place in report["disk"].values())
+    assert report["host"]["memory_bytes"] > 2**28
+
+
+def test_text_has_every_section(capsys):
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    for section in "devices versions chip host disk extras mfu".split():
+        assert f"\n{section}\n" in "\n" + text
+    assert "8 x cpu (cpu)" in text and "flags that train sets\n  none" in text
+
+
+def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
+    def broken():
+        raise AssertionError("no backend\nat all")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    report = doctor.examine({"JAX_PLATFORMS": "cuda"})
+    assert report["devices"]["trouble"] == "AssertionError: no backend at all"
+    assert "TROUBLE: AssertionError" in doctor.as_text(report)
+    flags = {flag["setting"]: flag for flag in report["flags"]}
+    assert flags and all(flag["set_by_train"] for flag in flags.values())
+
+
+def test_flags_of_the_user_stay():
+    environ = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    flags = {flag["setting"]: flag["set_by_train"] for flag in doctor.examine(environ)["flags"]}
+    assert not flags.pop("XLA_PYTHON_CLIENT_MEM_FRACTION") and all(flags.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ({}, None),
+        ({"jaxlib": "0.10.1"}, "pip install jaxlib==0.10.2"),
+        ({"jax-cuda13-plugin": "0.9.0"}, "pip install jax-cuda13-plugin==0.10.2"),
+        ({"jax-cuda12-plugin": "0.10.2"}, None),
+        ({"libtpu": "0.0.1"}, 'pip install "jax[tpu]==0.10.2"'),
+    ],
+)
+def test_versions_that_do_not_belong_together(change, cure, monkeypatch):
+    tested = ["libtpu==0.0.42.* ; extra == 'tpu'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: tested)
+    faults = doctor.version_faults(TOGETHER | change)
+    assert len(faults) == (cure is not None) and (cure is None or cure in faults[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("libtpu==0.0.42.*; extra == 'tpu'", "0.0.42"),
+        ("libtpu (==0.0.17.1) ; extra == 'tpu'", "0.0.17.1"),
+        ("numpy>=2.0", None),
+    ],
+)
+def test_the_libtpu_that_jax_asks_for(line, version):
+    assert doctor.required_libtpu([line]) == version
+
+
+def test_this_jax_s_own_requirement_is_understood():
+    assert doctor.required_libtpu(doctor.metadata.requires("jax")) is not None
+
+
+def test_chips_are_told_with_their_source():
+    chip = hardware.chip_for("TPU v5 lite")
+    assert "197 TFLOP/s" in doctor.mfu_meaning("TPU v5 lite", chip)
+    lines = doctor._chip_lines(doctor._chip([], chip))
+    assert "TPU v5e" in lines[0] and chip.source in lines[-1]
+    v100 = hardware.chip_for("Tesla V100-SXM2-16GB")
+    assert "no published bfloat16 peak" in doctor.mfu_meaning("Tesla V100-SXM2-16GB", v100)

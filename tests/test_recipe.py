@@ -1,0 +1,180 @@
+"""RunConfig: parsing, what may change on resume, batch arithmetic, what a step gets."""
+
+import argparse
+
+import jax
+import pytest
+
+from jaxdist import config, recipe
+from jaxdist.config import ConfigError
+from jaxdist.mesh import MeshConfig, resolve_mesh
+
+MINIMAL = """
+from jaxdist.recipe import default_config
+
+def get_config():
+    config = default_config("models_for_tests:{model}")
+    return config
+"""
+
+
+def parse(*arguments: str) -> recipe.RunConfig:
+    return recipe.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
+
+
+def faults_of(*arguments: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    return caught.value.faults
+
+
+# --- parse ----------------------------------------------------------------------------------------
+
+
+def test_values_after_an_equals_sign_or_a_space():
+    run = parse(
+        "--config=quickstart", "--config.seed", "7", "--config.mesh.data", "-1",
+        "--config.model.qk_norm=no", "--config.model.gated", "true",
+        "--config.optimizer.decay_steps=none", "--config.data.path=a=b,c",
+    )  # fmt: skip
+    assert (run.seed, run.mesh.data, run.optimizer.decay_steps) == (7, -1, None)
+    assert run.model["qk_norm"] is False and run.model["gated"] is True
+    assert run.data.path == "a=b,c"
+
+
+def test_a_value_may_not_be_missing():
+    assert faults_of("--config", "quickstart", "--config.model.qk_norm", "--config.seed") == (
+        "model.qk_norm: has no value; write --config.model.qk_norm=VALUE",
+        "seed: has no value; write --config.seed=VALUE",
+    )
+
+
+def test_the_last_of_two_overrides_counts():
+    assert parse("--config", "quickstart", "--config.seed=1", "--config.seed=2").seed == 2
+
+
+def test_a_command_s_own_flags_come_back():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workdir")
+    flags, _ = recipe.parse(parser, ["--workdir", "x", "--config", "quickstart"])
+    assert (flags.workdir, flags.config) == ("x", "quickstart")
+
+
+def test_the_target_is_read_before_the_other_overrides(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text(MINIMAL.format(model="Wide"))
+    (tmp_path / "models_for_recipe.py").write_text(
+        "from flax import nnx\n"
+        "class Wide(nnx.Module):\n"
+        "    def __init__(self, width: int = 3, *, rngs):\n"
+        "        pass\n"
+    )
+    target = "--config.model.target=models_for_recipe:Wide"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        run = parse("--config", "quickstart", target, "--config.model.width=5")
+        assert run.model == {"target": "models_for_recipe:Wide", "width": 5}
+        (fault,) = faults_of("--config", "quickstart", target, "--config.model.d_model=5")
+        assert fault.startswith("model.d_model: no such field.")
+
+
+def test_a_config_file_may_leave_out_everything(tmp_path):
+    path = tmp_path / "bare.py"
+    path.write_text("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict()")
+    assert parse("--config", str(path)) == recipe.from_config(recipe.default_config())
+    assert parse("--config", str(path), "--config.model.d_ff=8").model["d_ff"] == 8
+
+
+# --- what may change on resume --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "harmless"),
+    [
+        ("mesh.fsdp=2", True),
+        ("mesh.dcn.data=1", True),
+        ("remat.policy=full", True),
+        ("batch.accumulation=2", True),
+        ("train.log_every=7", True),
+        ("train.eval_every=7", True),
+        ("checkpoint.keep_last=7", True),
+        ("train.steps=2001", False),  # quickstart's decay ends with it
+        ("batch.global_size=8", False),
+        ("seed=1", False),
+        ("model.d_ff=8", False),
+        ("optimizer.learning_rate=1", False),
+        ("data.path=x", False),
+        ("precision.compute=bfloat16", False),
+    ],
+)
+def test_the_fingerprint_sees_what_changes_losses(change, harmless):
+    before = recipe.run_fingerprint(parse("--config", "quickstart"))
+    after = recipe.run_fingerprint(parse("--config", "quickstart", f"--config.{change}"))
+    assert (before == after) == harmless
+
+
+def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
+    free = "--config.optimizer.schedule=constant"
+    runs = [parse("--config", "quickstart", free, f"--config.train.steps={n}") for n in (200, 300)]
+    assert recipe.run_fingerprint(runs[0]) == recipe.run_fingerprint(runs[1])
+    assert "train.steps" in recipe.harmless_on_resume(runs[0])
+
+
+def test_harmless_keys_exist():
+    import fnmatch
+
+    schema = recipe.full_schema(recipe.registry.DEFAULT_TARGET)
+    for pattern in recipe.HARMLESS:
+        assert fnmatch.filter(schema, pattern), pattern
+
+
+# --- batch, mesh ----------------------------------------------------------------------------------
+
+
+def test_batch_arithmetic_says_the_numbers():
+    run = parse("--config", "quickstart", "--config.batch.accumulation=2")
+    shape = resolve_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+    assert recipe.batch_arithmetic(run, shape) == (
+        "batch: 16 sequences a step = 2 accumulation x 4 batch shards x 2 per device; "
+        "x 128 tokens = 2,048 tokens a step"
+    )
+
+
+@pytest.mark.parametrize(("size", "legal"), [(16, True), (48, True), (8, False), (24, False)])
+def test_the_batch_divides_by_accumulation_and_shards(size, legal):
+    assert len(jax.devices()) == 8
+    settings = (f"--config.batch.global_size={size}", "--config.batch.accumulation=2")
+    run = parse("--config", "quickstart", *settings)
+    if legal:
+        recipe.validate(run, jax.devices())
+    else:
+        with pytest.raises(ConfigError, match=r"accumulation 2 x batch shards 8"):
+            recipe.validate(run, jax.devices())
+
+
+def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
+    run = parse("--config", "quickstart", "--config.mesh.dcn.data=2")
+    shape, _, _ = recipe.validate(run, jax.devices())
+    assert shape.dcn["data"] == 2 and shape.sizes["data"] == 8
+
+
+def test_text_batches_are_what_the_dataset_makes(tmp_path):
+    from jaxdist.data import open_dataset
+
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 1000)
+    for packing in ("window", "documents"):
+        run = parse(
+            "--config", "quickstart", "--config.data.source=text",
+            f"--config.data.path={tmp_path / 'text.txt'}",
+            f"--config.data.cache_dir={tmp_path / 'cache'}", f"--config.data.packing={packing}",
+        )  # fmt: skip
+        dataset = open_dataset(run.data, sequence_length=run.batch.sequence_length, log=len)
+        real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
+        assert {n: (x.shape, x.dtype) for n, x in recipe.text_batch(run, 4).items()} == real
+
+
+def test_the_default_config_is_a_run():
+    run = recipe.from_config(recipe.default_config())
+    assert config.flatten(config.to_config_dict(run)).keys() == recipe.full_schema(
+        recipe.registry.DEFAULT_TARGET
+    ).keys()
