@@ -25,11 +25,12 @@ import measuring
 import numpy as np
 from handwritten import SHAPES, Options, Shape
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import hardware, recipe
-from jaxdist.mesh import build_mesh, join_processes
+from jaxdist.machine import join_processes
+from jaxdist.mesh import build_mesh
 
 LEARNING_RATE = 1e-3
 ROUND_S = 0.5  # a turn is as many steps as fill this time
@@ -176,7 +177,7 @@ def build_handwritten(
 ) -> Side:
     """Returns the hand-written side, at the given parameters (its own layout) or at its own."""
     several = jax.device_count() > 1
-    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",)) if several else None
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",)) if several else None
     step = handwritten.build_step(shape, options, mesh)
     shardings = handwritten.state_shardings(shape, mesh) if mesh else None
     state = jax.jit(lambda: handwritten.init(shape, 0), out_shardings=shardings)()

@@ -9,7 +9,6 @@ import os
 import platform as host
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import extras, hardware, recipe, workdir
+from jaxdist import extras, hardware, machine, recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig
-from jaxdist.mesh import count_slices, detect_launcher
+from jaxdist.mesh import count_slices
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda13-plugin",
             "jax-cuda12-plugin", "numpy")  # fmt: skip
@@ -79,7 +78,7 @@ def _devices(
         "count": len(devices),
         "slices": count_slices(devices) if devices else 0,
         "processes": jax.process_count() if devices else 0,
-        "launcher": detect_launcher(environ) or "none: one process",
+        "launcher": machine.detect_launcher(environ) or "none: one process",
         "trouble": trouble,
     }
 
@@ -151,7 +150,7 @@ def _bytes_limit(device: jax.Device) -> int | None:
 
 
 def _disk(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    compiled = workdir.compile_cache_folder(environ)
+    compiled = machine.compile_cache_folder(environ)
     chosen = environ.get("JAX_COMPILATION_CACHE_DIR")
     folders = {
         "runs": Path("runs").absolute(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdist import evaluation, hardware, recipe, workdir
+from jaxdist import evaluation, machine, recipe, workdir
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.decoding import Generate, SamplingConfig, build_generator
-from jaxdist.mesh import MeshConfig, build_mesh, join_processes
+from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.recipe import RunConfig
 from jaxdist.sharding import Rules
 from jaxdist.training.state import ModelSpec, State
@@ -298,9 +297,7 @@ def opened(flags: argparse.Namespace) -> TrainedRun | None:
 
     Standard output is for results: all else goes to standard error.
     """
-    platform = hardware.detect_platform(os.environ)
-    os.environ.update(hardware.flag_environment(platform, os.environ))
-    _log(join_processes())
+    _log(machine.prepare())
     try:
         return load_run(flags.workdir, step=flags.step, log=_log)
     except CheckpointError as error:

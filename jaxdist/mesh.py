@@ -7,7 +7,6 @@ Axes are ordered outermost first, so neighbouring devices end up on `tensor`, wh
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,6 @@ from jaxdist.config import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
 CHATTY_AXES = ("expert", "context", "tensor")  # they talk inside every layer: not across DCN
-LAUNCH = "jaxdist launch"
 NOT_YET = ("pipeline", "expert", "context")
 
 
@@ -131,8 +129,8 @@ def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -
     ]
     if not force:
         faults += [
-            f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined by "
-            f"slow links; put slices on data, fsdp or pipeline, or set mesh.dcn.force=true"
+            f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined "
+            f"by slow links; put slices on data, fsdp or pipeline, or set mesh.dcn.force=true"
             for axis in CHATTY_AXES
             if dcn[axis] > 1
         ]
@@ -144,7 +142,8 @@ def _zero_faults(zero: int, fsdp: int) -> list[str]:
         return [f"mesh.zero={zero}: must be 0, 1, 2 or 3"]
     if zero in (1, 2) and fsdp == 1:
         return [
-            f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"
+            f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; "
+            f"set mesh.fsdp to the number of shards"
         ]
     return []
 
@@ -179,39 +178,7 @@ def _arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
     ici = tuple(size // parts for size, parts in zip(sizes, dcn, strict=True))
     if count_slices(devices) > 1:
         return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
-    # Neighbours stand in for slices: slice number outermost, then interleave to [dcn, ici] per axis.
+    # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per axis.
     grid = np.asarray(devices).reshape(dcn + ici)
     order = [axis for pair in zip(range(6), range(6, 12), strict=True) for axis in pair]
     return grid.transpose(order).reshape(sizes)
-
-
-def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Joins the process group if a launcher is detected; returns a line that says which, or None.
-
-    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID)
-    and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
-    """
-    launcher = detect_launcher(environ)
-    if launcher == LAUNCH:
-        number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
-        jax.distributed.initialize(environ["JAXDIST_COORDINATOR"], number, rank)
-        return f"process {rank} of {number}, joined through {LAUNCH}"
-    if launcher is None:
-        return None
-    jax.distributed.initialize()
-    return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
-
-
-def detect_launcher(environ: Mapping[str, str]) -> str | None:
-    """Returns what started this process as one of several, or None."""
-    if "JAXDIST_COORDINATOR" in environ:
-        return LAUNCH
-    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
-        return "Slurm"
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return "Open MPI"
-    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
-        return "Kubernetes"
-    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
-        return "a multi-host TPU"
-    return None

@@ -7,7 +7,6 @@ at once, before anything compiles.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections import deque
@@ -41,7 +40,7 @@ class TrainConfig:
     """How long to train and how often to look."""
 
     steps: int = 1000  # optimizer updates, >= 1
-    max_minutes: float = 0.0  # training time after which the run ends, its decay with it; 0 = no end
+    max_minutes: float = 0.0  # minutes of training after which run and decay end; 0 = no end
     log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
     eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
     ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
@@ -141,8 +140,8 @@ def full_schema(target: str) -> Schema:
     """Returns every field of a run of this model, in order."""
     schema = configs.schema_of(RunConfig)
     options = registry.options_class(registry.find_model(target))
-    where = configs.Field("model.target", str, registry.DEFAULT_TARGET, "class, package.module:Class")
-    schema["model.target"] = where
+    doc = "class, package.module:Class"
+    schema["model.target"] = configs.Field("model.target", str, registry.DEFAULT_TARGET, doc)
     return schema | configs.schema_of(options, "model.")
 
 
@@ -332,7 +331,7 @@ def _merged(faults: Iterable[str]) -> list[str]:
 def _faults(run: RunConfig) -> Iterator[str]:
     """Yields what is wrong without knowing any devices."""
     positive = [("train.steps", run.train.steps), ("train.log_every", run.train.log_every)]
-    positive += [(f"batch.{f.name}", getattr(run.batch, f.name)) for f in dataclasses.fields(run.batch)]
+    positive += [(f"batch.{name}", size) for name, size in vars(run.batch).items()]
     yield from (f"{name}={value}: must be >= 1" for name, value in positive if value < 1)
     if run.train.max_minutes < 0 or run.train.eval_every < 0:
         yield "train.max_minutes and train.eval_every must be >= 0 (0 = off)"
@@ -363,9 +362,9 @@ def _batch_faults(batch: BatchConfig, shape: MeshShape) -> Iterator[str]:
     below, above = batch.global_size // unit * unit, -(-batch.global_size // unit) * unit
     legal = f"{below} or {above}" if below else f"{above}"
     yield (
-        f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} "
-        f"x batch shards {shape.batch_shards} (data x fsdp x expert) = {unit}; "
-        f"nearest legal sizes: {legal}"
+        f"batch.global_size={batch.global_size} is not divisible by accumulation "
+        f"{batch.accumulation} x batch shards {shape.batch_shards} (data x fsdp x expert) = "
+        f"{unit}; nearest legal sizes: {legal}"
     )
 
 
@@ -402,7 +401,8 @@ def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
     each = batch.global_size // (batch.accumulation * shape.batch_shards)
     return (
         f"batch: {batch.global_size} sequences a step = {batch.accumulation} accumulation x "
-        f"{shape.batch_shards} batch shards x {each} per device; x {batch.sequence_length} tokens = "
+        f"{shape.batch_shards} batch shards x {each} per device; "
+        f"x {batch.sequence_length} tokens = "
         f"{batch.global_size * batch.sequence_length:,} tokens a step"
     )
 
@@ -414,5 +414,4 @@ def main_with_config_errors(main: Callable[[], int]) -> None:
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
-        print("(keys are set by --config.KEY=VALUE)", file=sys.stderr)
         raise SystemExit(configs.EXIT_CONFIG) from None

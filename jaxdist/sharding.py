@@ -213,9 +213,16 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gather(kernel: jax.Array, names: Names) -> jax.Array:
-    """Returns a parameter as it is computed with: its fsdp shards gathered."""
+    """Returns a parameter as it is computed with: its fsdp shards gathered.
+
+    A cast kernel is held to its shards first, or the partitioner gathers before the cast: twice the
+    bytes for bfloat16.
+    """
     now = active()
-    return kernel if now is None else now.constrain(kernel, now.rules.computed(names, kernel.shape))
+    if now is None:
+        return kernel
+    shards = now.constrain(kernel, now.rules.stored(names, kernel.shape))
+    return now.constrain(shards, now.rules.computed(names, kernel.shape))
 
 
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:

@@ -10,19 +10,13 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import dry_run, hardware, loop, recipe, workdir
-from jaxdist.mesh import join_processes
+from jaxdist import dry_run, loop, machine, recipe
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = recipe.parse(_parser(), arguments)
-    platform = hardware.detect_platform(os.environ)
-    os.environ.update(hardware.flag_environment(platform, os.environ))
-    if folder := workdir.compile_cache_folder(os.environ):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if joined := join_processes():
+    if joined := machine.prepare():
         print(joined)
     if flags.dry_run:
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
@@ -47,8 +41,8 @@ def default_workdir(config: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxdist train", description=__doc__, add_help=False)
     parser.add_argument("--workdir", help="folder of the run (default: runs/NAME)")
-    parser.add_argument("--dry-run", action="store_true", help="batch, shardings, memory; run nothing")
-    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+    parser.add_argument("--dry-run", action="store_true", help="batch, shardings, memory; no run")
+    parser.add_argument("-h", "--help", action="store_true", help="with --config: all its fields")
     return parser
 
 

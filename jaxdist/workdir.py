@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -119,13 +119,6 @@ def _tupled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tupled(item) for key, item in value.items()}
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
-
-
-def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Returns where compiled programs are kept; None where the user has said where, or not to."""
-    if "JAX_COMPILATION_CACHE_DIR" in environ:
-        return None
-    return Path.home() / ".cache" / "jaxdist" / "xla"
 
 
 # --- run.json -------------------------------------------------------------------------------------

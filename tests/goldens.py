@@ -1,6 +1,6 @@
 """What is pinned in tests/golden: the config keys and the sharding tables of the shipped configs.
 
-    python tests/goldens.py    # writes them anew; then read the diff
+`python tests/goldens.py` writes them anew; then read the diff.
 """
 
 from __future__ import annotations

@@ -22,18 +22,18 @@ PACKAGE = ROOT / "jaxdist"
 FLOORS = {
     7: "__main__ train plan verify launch convert generate evaluate report doctor "
     "checkpoint.__main__",
-    6: "loop dry_run workdir planner verification inference",
-    5: "recipe",
+    6: "loop dry_run planner verification inference",
+    5: "recipe workdir",
     4: "interop checkpoint resilience telemetry",
     3: "training pipeline.executor decoding evaluation",
     2: "models ops adapters optimizers data",
-    1: "sharding mesh precision remat",
+    1: "sharding mesh precision remat machine",
     0: "config annotations hardware pipeline.schedule trees extras",
 }
 ALLOWED = """
 config > annotations
 sharding > mesh
-loop > workdir
+workdir > recipe
 models > ops
 adapters > models
 training > pipeline.executor

@@ -1,4 +1,4 @@
-"""The shipped configs: published parameter counts, documented commands, pinned keys and shardings."""
+"""The shipped configs: parameter counts, documented commands, pinned keys and shardings."""
 
 import argparse
 import ast

@@ -1,21 +1,15 @@
 """RunConfig: parsing, what may change on resume, batch arithmetic, what a step gets."""
 
 import argparse
+import fnmatch
 
 import jax
 import pytest
 
 from jaxdist import config, recipe
 from jaxdist.config import ConfigError
+from jaxdist.data import open_dataset
 from jaxdist.mesh import MeshConfig, resolve_mesh
-
-MINIMAL = """
-from jaxdist.recipe import default_config
-
-def get_config():
-    config = default_config("models_for_tests:{model}")
-    return config
-"""
 
 
 def parse(*arguments: str) -> recipe.RunConfig:
@@ -61,8 +55,6 @@ def test_a_command_s_own_flags_come_back():
 
 
 def test_the_target_is_read_before_the_other_overrides(tmp_path):
-    path = tmp_path / "run.py"
-    path.write_text(MINIMAL.format(model="Wide"))
     (tmp_path / "models_for_recipe.py").write_text(
         "from flax import nnx\n"
         "class Wide(nnx.Module):\n"
@@ -121,8 +113,6 @@ def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
 
 
 def test_harmless_keys_exist():
-    import fnmatch
-
     schema = recipe.full_schema(recipe.registry.DEFAULT_TARGET)
     for pattern in recipe.HARMLESS:
         assert fnmatch.filter(schema, pattern), pattern
@@ -159,8 +149,6 @@ def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
 
 
 def test_text_batches_are_what_the_dataset_makes(tmp_path):
-    from jaxdist.data import open_dataset
-
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 1000)
     for packing in ("window", "documents"):
         run = parse(
@@ -168,13 +156,15 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
             f"--config.data.path={tmp_path / 'text.txt'}",
             f"--config.data.cache_dir={tmp_path / 'cache'}", f"--config.data.packing={packing}",
         )  # fmt: skip
-        dataset = open_dataset(run.data, sequence_length=run.batch.sequence_length, log=len)
+        length = run.batch.sequence_length
+        dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
         assert {n: (x.shape, x.dtype) for n, x in recipe.text_batch(run, 4).items()} == real
 
 
 def test_the_default_config_is_a_run():
     run = recipe.from_config(recipe.default_config())
-    assert config.flatten(config.to_config_dict(run)).keys() == recipe.full_schema(
-        recipe.registry.DEFAULT_TARGET
-    ).keys()
+    assert (
+        config.flatten(config.to_config_dict(run)).keys()
+        == recipe.full_schema(recipe.registry.DEFAULT_TARGET).keys()
+    )

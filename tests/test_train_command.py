@@ -12,7 +12,8 @@ from jaxdist import dry_run, recipe, train
 from jaxdist.mesh import MeshConfig
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
-FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1", "optimizer.name=adamw")
+FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1")
+FEW += ("optimizer.name=adamw",)
 
 
 def overrides(*settings: str) -> list[str]:
@@ -25,9 +26,8 @@ def refused(capsys, *arguments: str) -> list[str]:
         recipe.main_with_config_errors(lambda: train.main(list(arguments)))
     assert stopped.value.code == 78
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "(keys are set by --config.KEY=VALUE)"
-    assert all(line.startswith("error: ") for line in lines[:-1])
-    return [line.removeprefix("error: ") for line in lines[:-1]]
+    assert lines and all(line.startswith("error: ") for line in lines)
+    return [line.removeprefix("error: ") for line in lines]
 
 
 @pytest.fixture(scope="module")

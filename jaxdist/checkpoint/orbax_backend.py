@@ -63,7 +63,7 @@ class OrbaxBackend:
         self._checkpointer.wait_until_finished()
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns these arrays of a step, each read straight into the sharding of its abstract array.
+        """Returns the named arrays of a step, each read into the sharding of its abstract array.
 
         Raises:
           Exception: whatever Orbax or TensorStore raised (types and texts vary with the damage).

@@ -112,7 +112,7 @@ def build_train_step(
 def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, or unchanged if they are not finite."""
     count, loss = found.loss.count, found.loss
-    norm = optax.global_norm(found.gradients) / count
+    norm = optax.tree.norm(found.gradients) / count
     clip = optimizer.clip_norm
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
     gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.names)
@@ -163,7 +163,7 @@ def _once_there(good: jax.Array, parameters: Tree) -> jax.Array:
     Their update reads the old moments. XLA updates in place what it can prove to be read no more;
     left unordered, it copies all moments first (8 bytes a parameter; 2 % of a small step on CPU).
     """
-    firsts = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(parameters))
+    firsts = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(parameters))
     return good & ~jnp.isnan(firsts)
 
 
