@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -120,11 +121,11 @@ def _version(module: str) -> str | None:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    fields = [line.partition(":")[2].strip() for line in lines if ":" in line]
-    names = {line.split(":")[0].strip(): value for line, value in zip(lines, fields, strict=False)}
-    model = names.get("model name", platform.machine())
-    family = f"family {names['cpu family']} model {names['model']}" if "cpu family" in names else ""
-    return f"{len([x for x in lines if x.startswith('processor')])} x {model} {family}".strip()
+    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    model = fields.get("model name") or platform.machine()
+    if "cpu family" in fields:  # virtual machines hide the name of the processor
+        model = f"{model} (family {fields['cpu family']} model {fields['model']})"
+    return f"{os.cpu_count()} x {model}"
 
 
 def _load() -> float | None:

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import handwritten
@@ -211,8 +212,7 @@ def handwritten_params(trainable: Any, shape: Shape) -> dict:
     """Returns jaxdist's parameters in the hand-written layout: the same numbers, heads joined."""
     ours = {name: _flat(value) for name, value in trainable.items() if name != "blocks"}
     blocks = trainable["blocks"]
-    attention = {name: x for name, x in blocks["attention"].items()}
-    joined = {name: x for name, x in (attention | blocks["mlp"]).items()}
+    joined = blocks["attention"] | blocks["mlp"]
     norms = {name: _flat(blocks[name]) for name in ("attention_norm", "mlp_norm")}
     like = jax.eval_shape(lambda: handwritten.init_params(shape, 0))
     given = {
@@ -243,7 +243,7 @@ def build_sides(shape: Shape, options: Options, flags: argparse.Namespace) -> li
         if read_mesh(flags.mesh) in ({}, {"fsdp": jax.device_count()}):
 
             def params(shardings):
-                convert = lambda tree: handwritten_params(tree, shape)  # noqa: E731
+                convert = partial(handwritten_params, shape=shape)
                 return jax.jit(convert, out_shardings=shardings)(ours.state.trainable)
 
             sides.append(build_handwritten(shape, options, batch, params))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist import recipe, workdir
+from jaxdist import extras, recipe, workdir
 from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.data import Dataset, open_dataset
@@ -26,7 +26,7 @@ from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
 from jaxdist.telemetry import html, summary
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import MetricsWriter, Throughput
+from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.training.state import State
 from jaxdist.training.step import Metrics, TrainStep
@@ -81,10 +81,13 @@ def run(
         generate = None
         if hasattr(config.model_class, "decode"):
             generate = build_generator(spec, mesh, rules, compute=config.precision.compute)
-        with store, MetricsWriter(folder, enabled=lead) as writer:
+        with store:
             state, step, progress = _begin(config, built, dataset, store)
             speed = workdir.throughput(config, spec, devices)
-            with _display(config, progress, title, lead) as display:
+            with (
+                contextlib.closing(_writers(config, folder, progress, lead)) as writer,
+                _display(config, progress, title, lead) as display,
+            ):
                 session = Session(
                     config, folder, built, step, dataset, store, writer, display, speed, progress,
                     generate,
@@ -94,6 +97,14 @@ def run(
 
 def _silent(*_: object, **__: object) -> None:
     """Says nothing: processes other than the first."""
+
+
+def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
+    writers: list = [MetricsWriter(folder, enabled=lead)]
+    if config.train.tensorboard:
+        module = extras.load("jaxdist.telemetry.tensorboard")
+        writers.append(module.TensorBoardWriter(folder, enabled=lead, first_step=progress.step))
+    return Writers(*writers)
 
 
 def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> Display:
@@ -158,7 +169,7 @@ class Session:
         step: Any,
         dataset: Dataset,
         store: CheckpointStore,
-        writer: MetricsWriter,
+        writer: Writers,
         display: Display,
         speed: Throughput,
         progress: Progress,

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ class TrainConfig:
     log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
     eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
     ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
+    tensorboard: bool = False  # also write event files to WORKDIR/tensorboard (extra tensorboard)
     sample_tokens: int = 0  # tokens of sample text written at the end; 0 = no sample
     sample_prompt: str = "\n"  # what the sample goes on from
 
@@ -98,6 +100,7 @@ HARMLESS = (
     "train.eval_every",
     "train.max_minutes",
     "train.sample_*",
+    "train.tensorboard",
     "data.cache_dir",
     "data.prefetch",
     "data.validation_tokens",
@@ -337,6 +340,8 @@ def _faults(run: RunConfig) -> Iterator[str]:
         yield "train.max_minutes and train.eval_every must be >= 0 (0 = off)"
     if not 0 <= run.train.ema_decay < 1:
         yield f"train.ema_decay={run.train.ema_decay}: must be in [0, 1); 0 keeps no average"
+    if run.train.tensorboard and find_spec("tensorboardX") is None:
+        yield 'train.tensorboard needs tensorboardX: pip install "jaxdist[tensorboard]"'
     if run.profile.start_step < 0 or run.profile.num_steps < 1:
         yield "profile.start_step must be >= 0 (0 = no profile) and profile.num_steps >= 1"
     yield from remat.faults(run.remat)

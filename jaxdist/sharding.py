@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -109,7 +110,12 @@ class Rules:
             if dim % size and not (name == "kv_heads" and size % dim == 0):
                 found.append(_divisibility(path, name, dim, axis, size))
         fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
-        if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
+        if (
+            self.zero
+            and FSDP_NAME in names
+            and not vector
+            and (dim := dims[names.index(FSDP_NAME)]) % fsdp
+        ):
             found.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
         return found
 
@@ -212,23 +218,27 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     return x if now is None else now.constrain(x, now.rules.activation(names, x.shape))
 
 
-def gather(kernel: jax.Array, names: Names) -> jax.Array:
-    """Returns a parameter as it is computed with: its fsdp shards gathered.
+def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
+    """Returns a parameter as it is computed with: in `dtype`, its fsdp shards gathered.
 
-    A cast kernel is held to its shards first, or the partitioner gathers before the cast: twice the
-    bytes for bfloat16.
+    The cast is held to the shards, or the partitioner gathers first: twice the bytes for bfloat16.
     """
-    now = active()
+    now, used = active(), kernel.astype(dtype)
     if now is None:
-        return kernel
-    shards = now.constrain(kernel, now.rules.stored(names, kernel.shape))
-    return now.constrain(shards, now.rules.computed(names, kernel.shape))
+        return used
+    if used.dtype != kernel.dtype:
+        used = now.constrain(used, now.rules.stored(names, kernel.shape))
+    return now.constrain(used, now.rules.computed(names, kernel.shape))
 
 
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:
     """Returns a parameter's gradient laid out as gradients are (reduce-scattered for ZeRO 2, 3)."""
     now = active()
-    return gradient if now is None else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
+    return (
+        gradient
+        if now is None
+        else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
+    )
 
 
 def stored_by_fsdp(names: Names) -> bool:
@@ -273,13 +283,17 @@ class Placement:
     why: str  # why it is not split further
 
 
-def place(parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules) -> list[Placement]:
+def place(
+    parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules
+) -> list[Placement]:
     """Returns the placement of every parameter (path -> (abstract array, logical names)).
 
     Raises:
       ConfigError: dims that an axis does not divide, all at once.
     """
-    faults = [f for path, (x, names) in parameters.items() for f in rules.faults(path, names, x.shape)]
+    faults = [
+        f for path, (x, names) in parameters.items() for f in rules.faults(path, names, x.shape)
+    ]
     if faults:
         raise ConfigError(faults)
     return [_placement(path, x, names, rules) for path, (x, names) in parameters.items()]
@@ -299,7 +313,17 @@ def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -
 
 def explain(placements: Sequence[Placement]) -> str:
     """Returns the placements as a table: one line a parameter, then the totals per device."""
-    header = ("parameter", "dims", "names", "stored", "optimizer state", "per device", "bytes", "copies", "why")
+    header = (
+        "parameter",
+        "dims",
+        "names",
+        "stored",
+        "optimizer state",
+        "per device",
+        "bytes",
+        "copies",
+        "why",
+    )
     rows = [header] + [
         (
             p.path,
@@ -315,10 +339,14 @@ def explain(placements: Sequence[Placement]) -> str:
         for p in placements
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     total = sum(p.shard_bytes for p in placements)
     copies = sum(p.replicated_bytes for p in placements)
-    lines.append(f"total: {total:,} bytes of parameters per device; {copies:,} bytes are copies, over all devices")
+    lines.append(
+        f"total: {total:,} bytes of parameters per device; {copies:,} bytes are copies, over all devices"
+    )
     return "\n".join(lines)
 
 

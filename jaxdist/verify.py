@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+    parser.add_argument(
+        "-h", "--help", action="store_true", help="with --config: all of its fields"
+    )
     return parser
 
 

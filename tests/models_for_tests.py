@@ -184,7 +184,9 @@ def reachable(module: hlo.Module, computation: str) -> set[str]:
             continue
         names.add(name)
         for instruction in module.computations.get(name, {}).values():
-            todo += instruction.called("calls", "to_apply", "body", "condition", "branch_computations")
+            todo += instruction.called(
+                "calls", "to_apply", "body", "condition", "branch_computations"
+            )
     return names
 
 
@@ -213,4 +215,3 @@ def bitwise_equal(one: Any, other: Any) -> bool:
         np.asarray(a).tobytes() == np.asarray(b).tobytes()
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     )
-

@@ -25,6 +25,7 @@ from models_for_tests import (
     ONE,
     QUICK,
     Layout,
+    Program,
     buffer_shapes,
     collectives,
     loop_bodies,
@@ -44,8 +45,8 @@ B, S = 8, 128
 LAYER_KERNELS = {(64, 176), (176, 64), (64, 8, 12), (8, 12, 64), (64, 4, 12)}
 
 
-def deep(remat: str = "dots", layout: Layout = FSDP, compute: str = "float32"):
-    return program_of(layout, DEEP, StepConfig(remat=remat, compute=compute), B, S)
+def deep(remat: str = "dots", layout: Layout = FSDP) -> Program:
+    return program_of(layout, DEEP, StepConfig(remat=remat), B, S)
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +63,9 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
 
     def abstract(variable):
         spec = rules.stored(variable.get_metadata()["logical"], variable.shape)
-        leaf = jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec))
+        leaf = jax.ShapeDtypeStruct(
+            variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec)
+        )
         return variable.replace(leaf)
 
     parameters = jax.tree.map(abstract, parameters, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -112,8 +115,12 @@ def test_fewer_kv_heads_than_tensor_cost_their_own_size_more():
     model = replace(WIDE, num_kv_heads=2)
     summed = [math.prod(s) for *_, s in collectives(block_program(Attention, model, backward=True))]
     keys_and_values = 2 * B * S * model.num_kv_heads * model.head_dim
-    assert B * S * model.d_model <= sum(summed) <= B * S * model.d_model + keys_and_values + 2 * math.prod(
-        (model.d_model, model.num_kv_heads, model.head_dim)
+    assert (
+        B * S * model.d_model
+        <= sum(summed)
+        <= B * S * model.d_model
+        + keys_and_values
+        + 2 * math.prod((model.d_model, model.num_kv_heads, model.head_dim))
     )
 
 
@@ -146,21 +153,11 @@ def test_fsdp_gathers_one_layer_at_a_time_and_keeps_none(remat):
         assert sum(gathered.values()) == 7
 
 
-def test_gradients_are_summed_in_float32_and_bfloat16_kernels_gathered_as_such():
-    module = deep(compute="bfloat16").module
-    gathered = gathers(module)
-    assert {dtype for found in gathered.values() for dtype, _ in found} == {"bf16"}
-    summed = collectives(module)
-    kernels = Counter(squeezed(shape) for _, _, _, shape in summed if squeezed(shape) in LAYER_KERNELS)
-    assert sum(kernels.values()) == 7 and set(kernels) == LAYER_KERNELS
-    assert {dtype for _, _, dtype, _ in summed} == {"f32"}
-
-
-WARNS = """
+UNCACHED = """
     import sys
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from models_for_tests import MIXED, TINY, Layout, program_of, rules_and_mesh
+    from models_for_tests import DEEP, FSDP, MIXED, TINY, Layout, program_of, rules_and_mesh
     from jaxdist.training.step import StepConfig
     from dataclasses import replace
 
@@ -171,9 +168,11 @@ WARNS = """
     _, mesh = rules_and_mesh(MIXED)
     def put(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-    jax.jit(lambda x: put(put(x, ("data", "fsdp", "tensor"), None, None) * 2, None, "tensor", "data")
-        ).lower(np.ones((8, 8, 8), np.float32)).compile()
+    def awkward(x):
+        return put(put(x, ("data", "fsdp", "tensor"), None, None) * 2, None, "tensor", "data")
+    jax.jit(awkward).lower(np.ones((8, 8, 8), np.float32)).compile()
     mark("# ours")
+    program_of(FSDP, DEEP, StepConfig(compute="bfloat16"))
     few = replace(TINY, num_heads=8)
     for layout in (MIXED, MIXED._replace(zero=1), Layout(8, tensor=8),
                    Layout(8, fsdp=2, tensor=4, sequence_parallel=True)):
@@ -182,17 +181,47 @@ WARNS = """
 """
 
 
-def test_the_partitioner_never_copies_whole_arrays_for_want_of_a_plan():
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # cached: no warning
+@pytest.fixture(scope="session")
+def uncached(tmp_path_factory) -> tuple[str, Path]:
+    """Returns what XLA printed while it compiled afresh, and the folder of its partitioned programs."""
+    folder = tmp_path_factory.mktemp("partitioned")
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # cached: it says nothing
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment["XLA_FLAGS"] += (
+        f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
+        " --xla_dump_hlo_pass_re=spmd-partitioning"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WARNS)],
+        [sys.executable, "-c", textwrap.dedent(UNCACHED)],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0 and "# done" in done.stderr, done.stderr[-3000:]
-    provoked, ours = done.stderr.split("# ours")
+    return done.stderr, folder
+
+
+def test_the_partitioner_never_copies_whole_arrays_for_want_of_a_plan(uncached):
+    provoked, ours = uncached[0].split("# ours")
     assert "nvoluntary full rematerialization" in provoked
     assert "nvoluntary full rematerialization" not in ours, ours[:3000]
+
+
+def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(uncached):
+    # Right after partitioning: later on, CPU turns bfloat16 collectives into float32 ones.
+    first = min(uncached[1].glob("*after_spmd-partitioning*"))
+    module = hlo.parse(first.read_text())
+    gathered = [
+        (dtype, squeezed(shape)) for _, _, dtype, shape in collectives(module, ("all-gather",))
+    ]
+    assert {shape for _, shape in gathered} == LAYER_KERNELS | {(DEEP.d_model, DEEP.vocab_size)}
+    assert {dtype for dtype, _ in gathered} == {"bf16"}
+    summed = collectives(module)
+    assert {dtype for _, _, dtype, _ in summed} == {"f32"}
+    kernels = Counter(
+        x.size // DEEP.num_layers
+        for path, (x, names) in spec_of(DEEP).named_parameters().items()
+        if "blocks" in path and len(names) > 1
+    )
+    assert kernels.total() == 7 and kernels <= Counter(math.prod(shape) for *_, shape in summed)
 
 
 # --- bytes per device -----------------------------------------------------------------------------
@@ -277,8 +306,9 @@ def test_policies_recompute_what_their_names_say():
     # Two products per kernel (its gradient, its input's), five per attention block.
     assert counts["none"] == 2 * 7 + 5 * blocks
     assert counts["dots"] == counts["none"]
-    # Again the forward attention and all kernels but the last: nothing reads `down`'s output twice.
-    assert counts["full"] == counts["none"] + 2 * blocks + 6
+    # Again all kernels but the last (nothing reads `down`'s output), and attention, whose scores
+    # serve both directions.
+    assert counts["full"] == counts["none"] + 6 + blocks
     assert counts[PARTLY] == counts["full"] - 2
 
 

@@ -56,7 +56,12 @@ def test_stored_specs(names, dims, spec):
 
 @pytest.mark.parametrize(
     ("zero", "stored", "gradient", "state"),
-    [(0, False, False, False), (1, False, False, True), (2, False, True, True), (3, True, True, True)],
+    [
+        (0, False, False, False),
+        (1, False, False, True),
+        (2, False, True, True),
+        (3, True, True, True),
+    ],
 )
 def test_zero_says_what_fsdp_shards(zero, stored, gradient, state):
     table, names, dims = rules(zero, fsdp=4), ("d_model", "d_ff"), (2, 32, 48)
@@ -118,7 +123,9 @@ def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
 
 def test_query_heads_that_tensor_does_not_divide_are_refused():
     text = faults(model=replace(TINY, num_heads=6, num_kv_heads=2), tensor=4)
-    assert "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
+    assert (
+        "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
+    )
     assert "kv_heads" not in text  # two are copied, no fault
 
 

@@ -71,7 +71,7 @@ def _chunking(dims, chunk_tokens: int) -> tuple[int, int]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(x, kernel, targets, weights, options: Options):
-    head = _in_use(kernel, x.dtype, options)
+    head = sharding.gather(kernel, options.names, x.dtype)
 
     def add(total, part):
         loss, z = _score(_logits(part[0], head, options)[0], *part[1:], options)[:2]
@@ -81,7 +81,7 @@ def _cross_entropy(x, kernel, targets, weights, options: Options):
 
 
 def _forward(x, kernel, targets, weights, options: Options):
-    head = _in_use(kernel, x.dtype, options)
+    head = sharding.gather(kernel, options.names, x.dtype)
 
     def add(carry, part):
         loss, z, dhead = carry
@@ -93,7 +93,9 @@ def _forward(x, kernel, targets, weights, options: Options):
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
-        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
+        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(
+            x.dtype
+        )
 
     group = () if options.shards == 1 else (options.shards,)
     zeros = _head_named(jnp.zeros((*group, *kernel.shape), jnp.float32), options)
@@ -157,10 +159,6 @@ def _score(logits, targets, weights, options: Options):
     factor = weights * (1 + 2 * options.z_loss * log_z)
     dlogits = exponentials * (factor[..., None] / total) - jnp.where(hit, weights[..., None], 0)
     return loss, z, dlogits
-
-
-def _in_use(kernel, dtype, options: Options):
-    return sharding.gather(kernel.astype(dtype), options.names)
 
 
 def _equation(equation: str, options: Options) -> str:

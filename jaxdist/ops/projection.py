@@ -46,7 +46,7 @@ def _project(x, kernels, names: tuple[Names, ...], contract: int):
 def _forward(x, kernels, names, contract):
     rows = _rows(x, contract)
     outputs = tuple(
-        (rows @ _matrix(_in_use(kernel, name, x.dtype), contract)).reshape(
+        (rows @ _matrix(sharding.gather(kernel, name, x.dtype), contract)).reshape(
             *x.shape[: x.ndim - contract], *kernel.shape[contract:]
         )
         for kernel, name in zip(kernels, names, strict=True)
@@ -56,14 +56,18 @@ def _forward(x, kernels, names, contract):
 
 def _backward(names, contract, residuals, cotangents):
     x, kernels = residuals
-    gathered = [_in_use(kernel, name, x.dtype) for kernel, name in zip(kernels, names, strict=True)]
+    gathered = [
+        sharding.gather(kernel, name, x.dtype) for kernel, name in zip(kernels, names, strict=True)
+    ]
     columns = [_rows(dy, dy.ndim - x.ndim + contract) for dy in cotangents]
     rows = _rows(x, contract)
     gradients = tuple(
         _kernel_gradient(rows, dy, kernel, name)
         for kernel, name, dy in zip(kernels, names, columns, strict=True)
     )
-    dx = _input_gradient(columns, [_matrix(k, contract) for k in gathered], _parts(kernels, contract))
+    dx = _input_gradient(
+        columns, [_matrix(k, contract) for k in gathered], _parts(kernels, contract)
+    )
     return dx.astype(x.dtype).reshape(x.shape), gradients
 
 
@@ -105,10 +109,6 @@ def _rows(x: jax.Array, trailing: int) -> jax.Array:
 
 def _matrix(kernel: jax.Array, contract: int) -> jax.Array:
     return kernel.reshape(math.prod(kernel.shape[:contract]), -1)
-
-
-def _in_use(kernel, names, dtype):
-    return sharding.gather(kernel.astype(dtype), names)
 
 
 _project.defvjp(_forward, _backward)

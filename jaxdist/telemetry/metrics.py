@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -100,6 +101,28 @@ class MetricsWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Writers:
+    """Several writers with the interface of MetricsWriter, as one."""
+
+    def __init__(self, *writers: Any) -> None:
+        self._writers = writers
+
+    def write(self, step: int, values: Mapping[str, object]) -> None:
+        """Writes a row to each."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def event(self, name: str, step: int | None = None, **fields: object) -> None:
+        """Writes an event to each."""
+        for writer in self._writers:
+            writer.event(name, step, **fields)
+
+    def close(self) -> None:
+        """Closes each."""
+        for writer in self._writers:
+            writer.close()
 
 
 def to_json(value: object) -> object:

@@ -109,7 +109,9 @@ def build_train_step(
     )
 
 
-def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
+def _update(
+    state, found, batch, transform, schedule, optimizer, config, spec
+) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, or unchanged if they are not finite."""
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
@@ -210,15 +212,21 @@ def _as_state(tree: Tree, names: Tree) -> Tree:
         return tree
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     leaves, structure = jax.tree.flatten(tree)
-    out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
+    out = [
+        now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)
+    ]
     return jax.tree.unflatten(structure, out)
 
 
-def _batch_shardings(batch: Mapping[str, Any], mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+def _batch_shardings(
+    batch: Mapping[str, Any], mesh: Mesh, rules: Rules
+) -> dict[str, NamedSharding]:
     """Returns the sharding of each batch entry: samples over the batch axes, [B, S] over context."""
 
     def of(x) -> NamedSharding:
-        names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
+        names = (
+            ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
+        )
         return NamedSharding(mesh, rules.activation(names, x.shape))
 
     return {name: of(x) for name, x in batch.items()}

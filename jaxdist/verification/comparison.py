@@ -1,0 +1,162 @@
+"""How far a step on a layout is from the same step on one device, and how far it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Arrays = dict[str, np.ndarray]  # path -> array, float64
+NOISE = 1e-5  # a leaf whose gradient is this much below the largest is rounding alone
+
+
+@dataclass(frozen=True)
+class Bands:
+    """The largest errors that still count as equal."""
+
+    loss: float  # |d loss| / |loss|
+    gradient: float  # worst leaf's max |d| / max |reference|
+    parameter: float  # worst leaf's |d|_2 / |reference|_2 after one update
+    update: float  # worst leaf's |d|_2 / |reference - start|_2
+
+
+# An update by the sign of a gradient that is off by 0.02 of its scale errs in 1 of 150 signs, which
+# is 0.16 of its norm. A step left out would be 1, a wrong direction 1.4.
+BANDS = {
+    "float32": Bands(1e-6, 1e-5, 1e-6, math.inf),
+    "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.25),
+}
+
+
+class Observed(NamedTuple):
+    """What one step showed."""
+
+    loss: float
+    gradients: Arrays
+    start: Arrays  # parameters before the update
+    parameters: Arrays  # and after it
+    initial: Any  # tree of the initial parameters
+
+
+@dataclass(frozen=True)
+class Result:
+    """How far one layout is from one device."""
+
+    layout: str
+    precision: str
+    loss_error: float
+    grad_error: float
+    param_error: float
+    update_error: float
+    init_equal: bool  # initial parameters, bit for bit
+    passed: bool
+    worst: str  # the leaf with the largest gradient error
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared with what."""
+
+    reference: dict[str, Any]  # device, losses by precision, parameters, optimizer
+    layouts: tuple[Result, ...]
+    skipped: dict[str, str]  # layout -> why it cannot be
+    shrunk: tuple[str, ...]  # what was changed of the config
+    not_compared: tuple[str, ...]  # leaves whose gradient is rounding alone
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.layouts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON values; errors that are not finite are null."""
+        values = asdict(self) | {"passed": self.passed}
+        values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
+        for row in values["layouts"]:
+            row |= {
+                k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)
+            }
+        return values
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def rounding_alone(gradients: Arrays) -> set[str]:
+    """Returns the leaves whose gradient is zero in exact arithmetic, judged from float32 gradients.
+
+    Such is the key bias of a softmax without rotary positions. What is computed for it is noise, so
+    neither it nor an update that divides by its size can be the same twice.
+    """
+    largest = {name: np.abs(g).max(initial=0.0) for name, g in gradients.items()}
+    top = max(largest.values())
+    return {name for name, size in largest.items() if 0 < size < NOISE * top}
+
+
+def compare(
+    name: str, precision: str, seen: Observed, reference: Observed, excluded: Collection[str]
+) -> Result:
+    """Returns the errors of a layout against one device; leaves in `excluded` are left out."""
+    bands = BANDS[precision]
+    gradients, parameters, updates = {}, [], []
+    for leaf in [leaf for leaf in reference.gradients if leaf not in excluded]:
+        wanted = reference.gradients[leaf]
+        gradients[leaf] = _ratio(seen.gradients[leaf] - wanted, wanted, np.inf)
+        wanted = reference.parameters[leaf]
+        difference = seen.parameters[leaf] - wanted
+        parameters.append(_ratio(difference, wanted))
+        updates.append(_ratio(difference, wanted - reference.start[leaf]))
+    worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
+    loss = abs(seen.loss - reference.loss) / abs(reference.loss)
+    errors = (loss, gradients[worst], _largest(parameters), _largest(updates))
+    equal = jax.tree.all(jax.tree.map(np.array_equal, seen.initial, reference.initial))
+    # Parameters stored in bfloat16 move by roundings, so only where they end can be compared.
+    rounded = any(x.dtype != np.float32 for x in jax.tree.leaves(reference.initial))
+    limits = (bands.loss, bands.gradient, bands.parameter, math.inf if rounded else bands.update)
+    within = all(error <= limit for error, limit in zip(errors, limits, strict=True))
+    return Result(name, precision, *errors, init_equal=equal, passed=within and equal, worst=worst)
+
+
+def _ratio(difference: np.ndarray, reference: np.ndarray, order: float | None = None) -> float:
+    """Returns the norm of the difference over that of the reference; 0 where both are zero."""
+    error, size = (float(np.linalg.norm(x.ravel(), order)) for x in (difference, reference))
+    return 0.0 if error == 0 else error / size if size else math.inf
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+WIDTH = 40
+HEADER = (
+    f"{'layout':<{WIDTH}} {'precision':<9} {'loss':>8} {'gradients':>9} {'parameters':>10} {'update':>8}  "
+    f"{'init':<9} verdict"
+)
+
+
+def row(result: Result) -> str:
+    """Returns one line of the table."""
+    verdict = "equal" if result.passed else f"NOT EQUAL, worst gradient: {result.worst}"
+    return (
+        f"{result.layout:<{WIDTH}} {result.precision:<9} {result.loss_error:8.1e} "
+        f"{result.grad_error:9.1e} {result.param_error:10.1e} {result.update_error:8.1e}  "
+        f"{'identical' if result.init_equal else 'DIFFERS':<9} {verdict}"
+    )
+
+
+def summary(report: Report) -> str:
+    """Returns the lines under the table: what was left out, and the verdict."""
+    lines = []
+    if report.not_compared:
+        names = ", ".join(report.not_compared)
+        lines.append(f"not compared, their gradient is zero in exact arithmetic: {names}")
+    wrong = [result for result in report.layouts if not result.passed]
+    count = len(report.layouts)
+    verdict = f"{len(wrong)} of {count} rows are NOT equal to one device"
+    lines.append(verdict if wrong else f"all {count} rows equal one device")
+    return "\n".join(lines)

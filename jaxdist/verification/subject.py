@@ -1,0 +1,198 @@
+"""What is verified: a config at tiny sizes, the layouts of it, its batch and its starting point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist import config as configs
+from jaxdist import recipe
+from jaxdist.config import ConfigError
+from jaxdist.mesh import AXES
+from jaxdist.recipe import RunConfig
+
+JITTER = 0.05  # standard deviation of the step away from the initial parameters
+LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
+ACCUMULATION = 4
+SIZES = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+ONE_DEVICE = (
+    {f"mesh.{axis}": 1 for axis in AXES}
+    | {f"mesh.dcn.{axis}": 1 for axis in AXES}
+    | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout to prove: what it changes of a one-device run, by config path."""
+
+    name: str
+    overrides: Mapping[str, Any]
+
+
+# --- a small run of the same kind -----------------------------------------------------------------
+
+
+def shrink(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]]:
+    """Returns the run at tiny sizes, every variant kept, and lines that say what was changed.
+
+    Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4). A model
+    without the sizes of a transformer is used as it is.
+
+    Raises:
+      ConfigError: such a model has more than 5 M parameters.
+    """
+    old = configs.flatten(configs.to_config_dict(run))
+    unit = ACCUMULATION * num_devices
+    new = {
+        "batch.global_size": unit * -(-16 // unit),
+        "batch.sequence_length": min(32, run.batch.sequence_length),
+        "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
+    }
+    if set(SIZES) <= set(run.model):
+        new |= _small_model(run.model, num_devices, new["batch.sequence_length"])
+    else:
+        _refuse_if_large(run)
+    changed = {path: value for path, value in new.items() if old[path] != value}
+    lines = []
+    for group in ("model", "batch", "optimizer"):
+        paths = [path for path in changed if path.startswith(group + ".")]
+        moves = (f"{p.partition('.')[2]} {old[p]} -> {changed[p]}" for p in paths)
+        lines += [f"{group}: {', '.join(moves)}"] if paths else []
+    return with_values(run, changed), tuple(lines)
+
+
+def _small_model(model: Mapping[str, Any], num_devices: int, length: int) -> dict[str, Any]:
+    heads = math.lcm(8, num_devices)
+    kinds = {model["num_heads"]: heads, 1: 1}
+    sizes = {
+        "num_layers": 2,
+        "d_model": math.lcm(64, num_devices),
+        "d_ff": math.lcm(96, num_devices),
+        "num_heads": heads,
+        "num_kv_heads": kinds.get(model["num_kv_heads"], 4),
+        "head_dim": 8,
+        "vocab_size": math.lcm(128, num_devices),
+    }
+    if model.get("max_positions"):
+        sizes["max_positions"] = length
+    if model.get("loss_chunk"):
+        sizes["loss_chunk"] = 64  # several chunks on any layout
+    return {f"model.{name}": value for name, value in sizes.items()}
+
+
+def _refuse_if_large(run: RunConfig) -> None:
+    one = with_values(run, ONE_DEVICE)
+    spec = recipe.validate(one, jax.devices()[:1])[2]
+    if spec.parameter_count > LARGEST_AS_IS:
+        missing = ", ".join(sorted(set(SIZES) - set(run.model)))
+        raise ConfigError(
+            f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot be shrunk "
+            f"(it has no {missing}); verify a config of at most {LARGEST_AS_IS:,} parameters"
+        )
+
+
+def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    flat = configs.flatten(configs.to_config_dict(run))
+    return recipe.from_config(configs.unflatten(flat | dict(overrides)))
+
+
+# --- the layouts ----------------------------------------------------------------------------------
+
+
+def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
+    """Returns the layouts of so many devices that are proved, the config's own last."""
+    n = num_devices
+    found = [Layout(f"data {n}", {"mesh.data": n}), Layout(f"fsdp {n}", {"mesh.fsdp": n})]
+    found += [
+        Layout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage})
+        for stage in range(3)
+    ]
+    accumulate = {"mesh.fsdp": n, "batch.accumulation": ACCUMULATION}
+    found.append(Layout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
+    if n % 2 == 0 and n > 2:
+        half = {"mesh.fsdp": n // 2}
+        found += [
+            Layout(f"tensor 2 x fsdp {n // 2}", half | {"mesh.tensor": 2}),
+            Layout(
+                f"tensor 2 x fsdp {n // 2}, sequence parallel",
+                half | {"mesh.tensor": 2, "mesh.sequence_parallel": True},
+            ),
+            Layout(f"2 slices x fsdp {n // 2}", half | {"mesh.data": 2, "mesh.dcn.data": 2}),
+        ]
+    if n % 4 == 0 and n > 4:
+        sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
+        found.append(Layout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
+    grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
+    found.append(
+        Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped)
+    )
+    return found + _own(run, n, found)
+
+
+def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Layout]:
+    """Returns the config's own layout, unless one of the others is the same."""
+    flat = configs.flatten(configs.to_config_dict(run))
+    own = {path: flat[path] for path in ONE_DEVICE}
+    own["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
+    known = math.prod(own[f"mesh.{axis}"] for axis in AXES if own[f"mesh.{axis}"] > 0)
+    own |= {p: num_devices // known for p in ONE_DEVICE if p in _SIZE_PATHS and own[p] == -1}
+    own |= {p: 1 for p in ONE_DEVICE if p.startswith("mesh.dcn.") and own[p] == -1}
+    full = [ONE_DEVICE | dict(layout.overrides) for layout in others]
+    if any(all(other[path] == own[path] for path in own) for other in full):
+        return []
+    sizes = " x ".join(f"{axis} {own[f'mesh.{axis}']}" for axis in AXES if own[f"mesh.{axis}"] > 1)
+    return [Layout(f"the config's own: {sizes or 'one device'}", own)]
+
+
+_SIZE_PATHS = frozenset(f"mesh.{axis}" for axis in AXES)
+
+
+# --- the batch and the starting point -------------------------------------------------------------
+
+
+def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
+    """Returns a batch from the seed: [B, S] random tokens, unequal weights, some rows without any.
+
+    With data.packing=documents a row holds two documents and padding, with their segment ids.
+    """
+    rng = np.random.default_rng(run.seed)
+    size, length = run.batch.global_size, run.batch.sequence_length
+    dims = (size, length)
+    vocab = run.vocab_size or 256
+    weights = rng.choice(np.float32([0, 0.5, 1, 2]), dims)
+    weights[:: max(size // 4, 2)] = 0
+    batch = {
+        "tokens": rng.integers(0, vocab, dims, np.int32),
+        "targets": rng.integers(0, vocab, dims, np.int32),
+        "weights": weights,
+        "positions": np.tile(np.arange(length, dtype=np.int32), (size, 1)),
+        "sample": np.arange(size, dtype=np.int32),
+    }
+    if run.data.packing == "documents":
+        cut = rng.integers(1, length - 1, (size, 1))
+        end = rng.integers(cut + 1, length)
+        place = batch["positions"]
+        batch["segment_ids"] = np.where(place < cut, 1, np.where(place < end, 2, 0)).astype(
+            np.int32
+        )
+        batch["weights"] = np.where(place < end, weights, 0)
+        batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
+    return batch
+
+
+def moved(parameters: Any, seed: int) -> Any:
+    """Returns the tree of arrays with normal noise added to every floating-point leaf, on the host."""
+    rng = np.random.default_rng(seed)
+
+    def move(x: np.ndarray) -> np.ndarray:
+        noise = JITTER * rng.standard_normal(x.shape)
+        return (x + noise).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(move, parameters)

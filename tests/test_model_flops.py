@@ -1,0 +1,59 @@
+"""The FLOP formula that MFU rests on, against the programs of the real model."""
+
+import jax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxdist import recipe, workdir
+from jaxdist.mesh import build_mesh
+from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
+def run(request) -> recipe.RunConfig:
+    config = recipe.default_config()
+    config.remat.policy = "none"
+    config.model.update(
+        num_layers=2, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
+        gated=request.param, loss_chunk=64, activation="silu" if request.param else "gelu",
+    )  # fmt: skip
+    config.batch.update(sequence_length=256, global_size=4)
+    return recipe.from_config(config)
+
+
+def test_the_formula_lies_where_the_forward_program_says(run):
+    spec = recipe.validate(run, jax.devices()[:1])[2]
+    batch = recipe.text_batch(run, 4)
+
+    def loss(trainable, batch):
+        return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
+
+    counted = jaxpr_flops(jax.make_jaxpr(loss)(spec.trainable, batch))
+    assert not counted.notes, counted.notes
+    measured = 3 * counted.total / (4 * 256)
+    formula = workdir.model_flops(run, spec)
+    assert formula["causal"] < formula["full"]
+    # Attention skips most, not all, of what a causal mask hides: between the two conventions.
+    assert formula["causal"] <= measured <= formula["full"]
+    matmuls = 2 * formula["causal"] - formula["full"]  # what both conventions share
+    attention = formula["full"] - matmuls
+    assert measured - matmuls == pytest.approx(5 / 8 * attention, rel=1e-6), "4 causal blocks"
+
+
+def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(run):
+    devices = jax.devices()[:1]
+    _, rules, spec = recipe.validate(run, devices)
+    built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    here = SingleDeviceSharding(devices[0])
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+        for name, x in recipe.text_batch(run, 4).items()
+    }
+    counted = hlo_flops(built.step.lower(built.abstract_state, batch).compile().as_text())
+    assert not counted.notes, counted.notes
+    formula = workdir.model_flops(run, spec)
+    matmuls = 2 * formula["causal"] - formula["full"]
+    attention = formula["full"] - matmuls
+    # Scores are computed again in the backward pass: 7 products for attention's 6, on 5/8 of the map.
+    expected = matmuls + attention * 5 / 8 * 7 / 6
+    assert counted.total / (4 * 256) == pytest.approx(expected, rel=0.01)
