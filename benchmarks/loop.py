@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import os
 import statistics
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import measuring
@@ -28,7 +30,7 @@ import numpy as np
 import step
 from handwritten import SHAPES, Options, Shape, make_batch
 
-from jaxdist import loop, recipe
+from jaxdist import loop, machine, recipe
 from jaxdist.telemetry.metrics import MetricsWriter
 
 LOG_EVERY = 10
@@ -47,6 +49,7 @@ class Stamp(NamedTuple):
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
+    machine.skip_absent_tpu(os.environ)
     shape = PICO if flags.shape == "pico" else SHAPES[flags.shape]
     options = Options(dtype=flags.dtype, loss_chunk=0)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,11 +141,8 @@ def stamped_rows(stamps: list[Stamp]) -> Iterator[None]:
             super().write(number, values)
             stamps.append(Stamp(number, time.perf_counter(), time.process_time()))
 
-    original, loop.MetricsWriter = loop.MetricsWriter, Stamped
-    try:
+    with mock.patch.object(loop, "MetricsWriter", Stamped):
         yield
-    finally:
-        loop.MetricsWriter = original
 
 
 def per_step(stamps: list[Stamp]) -> dict[str, float]:

@@ -29,8 +29,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import hardware, recipe
-from jaxdist.machine import join_processes
+from jaxdist import hardware, machine, recipe
 from jaxdist.mesh import build_mesh
 
 LEARNING_RATE = 1e-3
@@ -62,7 +61,8 @@ def main() -> None:
     os.environ.update(hardware.flag_environment(hardware.detect_platform(os.environ), os.environ))
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    say = print if join_processes() is None or jax.process_index() == 0 else _silent
+    machine.skip_absent_tpu(os.environ)
+    say = print if machine.join_processes() is None or jax.process_index() == 0 else _silent
     shape, options = read_shape(flags), read_options(flags)
     sides = build_sides(shape, options, flags)
     say(f"{flags.shape}: {handwritten.count_parameters(shape):,} parameters, {shape}")
@@ -78,7 +78,7 @@ def main() -> None:
         )
         say(f"round {number + 1}/{flags.rounds}: {', '.join(cells)}", flush=True)
 
-    turns = [lambda side=side: side.advance(inner) for side in sides]
+    turns = [partial(side.advance, inner) for side in sides]
     times = measuring.interleaved(turns, flags.rounds, report)
     record = summary(shape, options, flags, sides, times, inner)
     for line in lines(record):
@@ -256,7 +256,7 @@ def build_sides(shape: Shape, options: Options, flags: argparse.Namespace) -> li
 
 def steps_per_turn(sides: list[Side]) -> int:
     """Returns how many steps fill a turn; the same number in all processes."""
-    slowest = max(measuring.timed(lambda side=side: side.advance(1)).wall_s for side in sides)
+    slowest = max(measuring.timed(partial(side.advance, 1)).wall_s for side in sides)
     if jax.process_count() > 1:
         slowest = float(multihost_utils.process_allgather(np.float32(slowest)).max())
     return max(1, math.ceil(ROUND_S / slowest))

@@ -10,9 +10,9 @@ from jaxdist.recipe import default_config
 
 def get_config():
     config = default_config()
-    config.train.steps = 2000
-    config.train.max_minutes = 4.5
-    config.train.eval_every = 1000
+    config.train.steps = 1700
+    config.train.max_minutes = 4.4
+    config.train.eval_every = 850
     config.train.sample_tokens = 400
     config.train.sample_prompt = "def "
     config.batch.global_size = 16

@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError([f"{item}: no such flag; --help lists them" for item in unknown])
+    machine.skip_absent_tpu(os.environ)
     report = examine(os.environ)
     print(json.dumps(report, indent=1) if flags.json else as_text(report))
     return 0

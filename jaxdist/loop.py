@@ -61,15 +61,16 @@ def run(
     say = print if lead else _silent
     shape, rules, spec = recipe.validate(config, devices)
     with workdir.held(folder) if lead else contextlib.nullcontext():
+        store = CheckpointStore(folder / workdir.CHECKPOINTS, config.checkpoint)
+        if lead:
+            workdir.settle_config(folder, config, resuming=store.latest() is not None)
         dataset = open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
             vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=say,
         )  # fmt: skip
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
-        store = CheckpointStore(folder / workdir.CHECKPOINTS, config.checkpoint)
         if lead:
-            workdir.settle_config(folder, config, resuming=store.latest() is not None)
             workdir.write_json(
                 folder / workdir.RUN, workdir.describe_run(config, spec, rules, devices, dataset)
             )
@@ -154,6 +155,7 @@ class Window:
 
     began: float  # monotonic seconds
     step: int  # updates finished then
+    tokens_seen: int  # by then
     data_wait_s: float  # the loader's counter then
     aside_s: float = 0.0  # spent on evaluation and saving since
 
@@ -180,16 +182,18 @@ class Session:
         self.speed, self.progress, self.generate = speed, progress, generate
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
         self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
-        self.window = Window(time.monotonic(), progress.step, 0.0)
+        self.window = Window(time.monotonic(), progress.step, progress.tokens_seen, 0.0)
         self.evaluated = -1  # the step of the last evaluation
 
     def train(self, state: State) -> State:
         """Returns the state after the last step."""
         self._announce()
+        if self._is_finished():
+            return state
         first, last = self.progress.step + 1, self.config.train.steps
         profile, loader = self._profile(), self._loader()
         with contextlib.closing(profile), loader:
-            self.window = Window(time.monotonic(), self.progress.step, 0.0)
+            self.window.began = time.monotonic()
             for number in range(first, last + 1):
                 state, metrics = self.step(state, next(loader))
                 self.waiting.append((number, metrics))
@@ -198,12 +202,12 @@ class Session:
                 profile.step(number, metrics)
                 if self._is_due(number):
                     self._settle(loader)
-                    state = self._pause(state, number, ended=number == last)
+                    self._pause(state, number, ended=number == last)
                 if self._time_is_up(number):
                     break
                 state = self._hurried(state, number)
             self._settle(loader)
-            state = self._pause(state, self.progress.step, ended=True)
+            self._pause(state, self.progress.step, ended=True)
         self.store.wait()
         self._report_saves()
         self.writer.event("stop", self.progress.step, reason="finished")
@@ -219,11 +223,17 @@ class Session:
         if step:
             self.writer.event("restore", step)
             self.display.note(f"resumed after step {step}")
-        if step >= self.config.train.steps:
+        if self._is_finished():
             self.display.note(
                 f"{self.folder} is finished at step {step}. To go on, raise train.steps where the "
-                f"schedule allows it; to start anew, give another --workdir."
+                f"schedule allows it, or train.max_minutes; to start anew, give another --workdir."
             )
+
+    def _is_finished(self) -> bool:
+        """Returns whether the restored run had come to its end, by steps or by time."""
+        train, progress = self.config.train, self.progress
+        over = 0 < 60 * train.max_minutes <= progress.elapsed_s
+        return progress.step >= train.steps or over
 
     def _profile(self) -> ProfileWindow:
         wanted = self.config.profile
@@ -264,24 +274,23 @@ class Session:
     def _row(self, number: int, metrics: Metrics, loader: Loader) -> None:
         now, window = time.monotonic(), self.window
         seconds = now - window.began - window.aside_s
-        tokens = self._count_tokens()
-        steps = number - window.step
+        self._count_tokens()
+        seen, steps = self.progress.tokens_seen, number - window.step
         values = {name: x.item() for name, x in jax.device_get(metrics).items()}
         del values["tokens"], values["skipped"]
-        row = values | {"tokens_seen": self.progress.tokens_seen}
-        row |= self.speed.fields(seconds=seconds, steps=steps, tokens=tokens)
+        row = values | {"tokens_seen": seen}
+        row |= self.speed.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
         row["data_wait_s"] = (loader.data_wait_s - window.data_wait_s) / steps
         self.progress.elapsed_s += seconds
-        self.window = Window(now, number, loader.data_wait_s)
+        self.window = Window(now, number, seen, loader.data_wait_s)
         self.writer.write(number, row)
         self.display.row(number, row)
+        self._report_saves()
 
-    def _count_tokens(self) -> int:
-        """Returns the tokens since the last row, and adds them to the run's."""
-        new = sum(int(count) for count in jax.device_get(self.tokens))
+    def _count_tokens(self) -> None:
+        """Adds the tokens of the steps looked at to the run's."""
+        self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self.tokens))
         self.tokens.clear()
-        self.progress.tokens_seen += new
-        return new
 
     def _nonfinite(self, number: int, skipped: int) -> None:
         self.writer.event("nonfinite", number, skipped_in_a_row=skipped)
@@ -301,17 +310,17 @@ class Session:
         every = self.config.train.eval_every
         return (every > 0 and number % every == 0) or self.store.should_save(number, time.monotonic())
 
-    def _pause(self, state: State, number: int, *, ended: bool) -> State:
+    def _pause(self, state: State, number: int, *, ended: bool) -> None:
         """Evaluates and saves what is due after a step; the time does not count as training."""
-        began, every = time.monotonic(), self.config.train.eval_every
+        began, elapsed_s, every = time.monotonic(), self._elapsed_s(), self.config.train.eval_every
         if every and (ended or number % every == 0) and self.evaluated != number:
             self._evaluate(state, number)
         if self.store.should_save(number, time.monotonic(), last=ended):
             self._count_tokens()
-            self.store.save(number, state, {"progress": asdict(self.progress)})
+            progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
+            self.store.save(number, state, {"progress": progress})
         self._report_saves()
         self.window.aside_s += time.monotonic() - began
-        return state
 
     def _evaluate(self, state: State, number: int) -> None:
         self.display.status("evaluating")

@@ -22,13 +22,18 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     """
     platform = hardware.detect_platform(environ)
     environ.update(hardware.flag_environment(platform, environ))
-    if platform == "cpu" and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
-        # The TPU compiler is installed for ahead-of-time work: don't search for TPUs at every start.
-        jax.config.update("jax_platforms", "cpu")
+    skip_absent_tpu(environ)
     if folder := compile_cache_folder(environ):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return join_processes(environ)
+
+
+def skip_absent_tpu(environ: Mapping[str, str]) -> None:
+    """Keeps jax from a long, loud search for TPUs where libtpu is only here for its compiler."""
+    cpu = hardware.detect_platform(environ) == "cpu"
+    if cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:

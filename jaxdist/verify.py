@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxdist import hardware, recipe, verification
+from jaxdist import hardware, recipe
 from jaxdist.config import ConfigError
+from jaxdist.verification.comparison import summary
+from jaxdist.verification.proof import PRECISIONS, prove
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,15 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     flags, config = recipe.parse(_parser(), arguments)
     devices = _devices(flags.devices)
-    precisions = tuple(verification.BANDS) if flags.precision == "both" else (flags.precision,)
-    report = verification.prove(
+    precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
+    report = prove(
         config, devices, precisions=precisions, only=flags.only,
         log=lambda line: print(line, file=sys.stderr if flags.json else sys.stdout, flush=True),
     )  # fmt: skip
     if flags.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
-        print(verification.summary(report), f"({time.monotonic() - began:.0f} s)")
+        print(summary(report), f"({time.monotonic() - began:.0f} s)")
     return 0 if report.passed else 1
 
 
@@ -39,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxdist verify", description=__doc__, add_help=False)
     parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
     parser.add_argument(
-        "--precision", choices=(*verification.BANDS, "both"), default="both", help="default: both"
+        "--precision", choices=(*PRECISIONS, "both"), default="both", help="default: both"
     )
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _devices(count: int) -> Sequence[jax.Device]:
-    """Returns `count` devices: CPU devices are made, of accelerators there are as many as there are.
+    """Returns `count` devices: of the CPU they are made; of accelerators, as many as there are.
 
     Raises:
       ConfigError: fewer than two.

@@ -16,17 +16,17 @@ import numpy as np
 from jaxdist import recipe, trees
 from jaxdist.config import ConfigError
 from jaxdist.mesh import build_mesh
-from jaxdist.precision import PrecisionConfig
+from jaxdist.precision import FloatName, PrecisionConfig
 from jaxdist.recipe import RunConfig
 from jaxdist.training.state import State
 from jaxdist.training.step import TrainStep
 from jaxdist.verification.comparison import (
-    BANDS,
     HEADER,
     WIDTH,
     Arrays,
     Observed,
     Report,
+    Result,
     compare,
     rounding_alone,
     row,
@@ -42,6 +42,7 @@ from jaxdist.verification.subject import (
 )
 
 Log = Callable[[str], None]
+PRECISIONS: tuple[FloatName, ...] = ("float32", "bfloat16")
 # XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it fuses, so on the
 # layout: alone this makes gradients differ by 2e-2. Here all stay where the program has them.
 OPTIONS = {"xla_allow_excess_precision": False}
@@ -67,7 +68,7 @@ _tracing = threading.Lock()  # flax's switches are global to the process
 
 def compile_layout(
     run: RunConfig,
-    precisions: Sequence[str],
+    precisions: Sequence[FloatName],
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
 ) -> Programs:
@@ -80,7 +81,7 @@ def compile_layout(
     programs = Programs({}, {}, {}, {})
     for precision in precisions:
         # In float32 nothing may be rounded to less; in bfloat16 the config says what is stored.
-        stored = "float32" if precision == "float32" else run.precision.params
+        stored: FloatName = "float32" if precision == "float32" else run.precision.params
         this = dataclasses.replace(run, precision=PrecisionConfig(stored, precision))
         with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
             _, rules, spec = recipe.validate(this, devices)
@@ -126,7 +127,7 @@ def prove(
     run: RunConfig,
     devices: Sequence[jax.Device],
     *,
-    precisions: Sequence[str] = tuple(BANDS),
+    precisions: Sequence[FloatName] = PRECISIONS,
     only: str = "",
     log: Log = print,
 ) -> Report:
@@ -153,41 +154,55 @@ def prove(
         log(f"shrunk {line}")
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
     batch = synthetic_batch(small)
+    # Which leaves to leave out is judged in float32, so that reference is always there.
+    both = tuple(dict.fromkeys(("float32", *precisions)))
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
         compiling = _Compiling(pool, small, devices, batch)
-        # Leaves to leave out are judged in float32, so that reference is always there.
-        both = dict.fromkeys(("float32", *precisions))
-        references = {v: compiling.start(dict(v), tuple(both), 1) for v in _variants(wanted)}
+        references = {v: compiling.start(dict(v), both, 1) for v in map(_variant, wanted)}
         layouts = [compiling.start(x.overrides, precisions, len(devices)) for x in wanted]
-        seen = {v: _observe_all(f.result(), batch, small.seed) for v, f in references.items()}
+        expected = {v: _observe_all(f.result(), batch, small.seed) for v, f in references.items()}
         results, skipped = [], {}
         log(HEADER)
         for layout, programs in zip(wanted, layouts, strict=True):
             try:
-                found = _observe_all(programs.result(), batch, small.seed)
+                seen = _observe_all(programs.result(), batch, small.seed)
             except ConfigError as error:
                 skipped[layout.name] = str(error)
                 log(f"{layout.name:<{WIDTH}} cannot be: {error}")
                 continue
-            reference = seen[_variant(layout)]
-            excluded = rounding_alone(reference["float32"].gradients)
-            for precision in precisions:
-                result = compare(
-                    layout.name, precision, found[precision], reference[precision], excluded
-                )
-                results.append(result)
+            found = _compare_all(layout.name, seen, expected[_variant(layout)])
+            results += found
+            for result in found:
                 log(row(result))
-    first = next(iter(seen.values()))
-    about = {
+    if not results:
+        raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
+    reference = next(iter(expected.values()))
+    excluded = sorted(rounding_alone(reference["float32"].gradients))
+    return Report(
+        _about(small, devices, reference), tuple(results), skipped, shrunk, tuple(excluded)
+    )
+
+
+def _compare_all(
+    name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]
+) -> list[Result]:
+    excluded = rounding_alone(expected["float32"].gradients)
+    return [compare(name, p, found, expected[p], excluded) for p, found in seen.items()]
+
+
+def _about(
+    run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]
+) -> dict[str, Any]:
+    """Returns what the reference is, as JSON values."""
+    return {
         "devices": 1,
         "device_kind": devices[0].device_kind,
-        "loss": {precision: first[precision].loss for precision in precisions},
-        "parameters": sum(x.size for x in first["float32"].parameters.values()),
-        "model": dict(small.model),
-        "optimizer": small.optimizer.name,
+        "model": dict(run.model),
+        "optimizer": run.optimizer.name,
+        "parameters": sum(x.size for x in seen["float32"].parameters.values()),
+        "loss": {precision: found.loss for precision, found in seen.items()},
+        "jax": jax.__version__,
     }
-    excluded = rounding_alone(first["float32"].gradients)
-    return Report(about, tuple(results), skipped, shrunk, tuple(sorted(excluded)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +215,7 @@ class _Compiling:
     batch: Mapping[str, np.ndarray]
 
     def start(
-        self, overrides: Mapping[str, Any], precisions: Sequence[str], num_devices: int
+        self, overrides: Mapping[str, Any], precisions: Sequence[FloatName], num_devices: int
     ) -> Future[Programs]:
         run = with_values(self.run, ONE_DEVICE | dict(overrides))
         devices = self.devices[:num_devices]
@@ -210,10 +225,6 @@ class _Compiling:
 def _variant(layout: Layout) -> tuple[tuple[str, Any], ...]:
     """Returns what a layout changes of the model: it needs a reference of its own."""
     return tuple((p, v) for p, v in layout.overrides.items() if p.startswith("model."))
-
-
-def _variants(layouts: Sequence[Layout]) -> list[tuple[tuple[str, Any], ...]]:
-    return list(dict.fromkeys(map(_variant, layouts)))
 
 
 def _observe_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig
 from jaxdist.mesh import AXES
 from jaxdist.recipe import RunConfig
 
@@ -55,6 +57,7 @@ def shrink(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]
         "batch.sequence_length": min(32, run.batch.sequence_length),
         "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
     }
+    run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
     if set(SIZES) <= set(run.model):
         new |= _small_model(run.model, num_devices, new["batch.sequence_length"])
     else:
@@ -99,6 +102,10 @@ def _refuse_if_large(run: RunConfig) -> None:
 
 
 def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Returns the run with values changed by config path.
+
+    It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads at once.
+    """
     flat = configs.flatten(configs.to_config_dict(run))
     return recipe.from_config(configs.unflatten(flat | dict(overrides)))
 
@@ -148,9 +155,15 @@ def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Lay
     if any(all(other[path] == own[path] for path in own) for other in full):
         return []
     sizes = " x ".join(f"{axis} {own[f'mesh.{axis}']}" for axis in AXES if own[f"mesh.{axis}"] > 1)
-    return [Layout(f"the config's own: {sizes or 'one device'}", own)]
+    rest = [f"{name} {own[p]}" for name, p in _REST.items() if own[p] != ONE_DEVICE[p]]
+    return [Layout("the config's own: " + ", ".join([sizes or "one device", *rest]), own)]
 
 
+_REST = {
+    "zero": "mesh.zero",
+    "sequence parallel": "mesh.sequence_parallel",
+    "accumulation": "batch.accumulation",
+}
 _SIZE_PATHS = frozenset(f"mesh.{axis}" for axis in AXES)
 
 
@@ -166,7 +179,7 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
     size, length = run.batch.global_size, run.batch.sequence_length
     dims = (size, length)
     vocab = run.vocab_size or 256
-    weights = rng.choice(np.float32([0, 0.5, 1, 2]), dims)
+    weights = rng.choice(np.array([0, 0.5, 1, 2], np.float32), dims)
     weights[:: max(size // 4, 2)] = 0
     batch = {
         "tokens": rng.integers(0, vocab, dims, np.int32),
@@ -188,7 +201,10 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
 
 
 def moved(parameters: Any, seed: int) -> Any:
-    """Returns the tree of arrays with normal noise added to every floating-point leaf, on the host."""
+    """Returns the host arrays with normal noise added to every floating-point leaf.
+
+    There no parameter is zero and no layer an identity, so every leaf takes part in the step.
+    """
     rng = np.random.default_rng(seed)
 
     def move(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,190 @@
+"""The train step: the same on every mesh and in any number of parts, safe, donated."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models_for_tests import (
+    MIXED,
+    ONE,
+    OPTIMIZER,
+    TINY,
+    Layout,
+    batch_of,
+    bitwise_equal,
+    rules_and_mesh,
+    run,
+    step_of,
+    worst,
+)
+
+from jaxdist.models.staged import Loss
+from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.training.objective import as_loss
+from jaxdist.training.state import describe
+from jaxdist.training.step import StepConfig, build_train_step
+
+DROPPING = replace(TINY, dropout=0.2, tie_embeddings=True, z_loss=1e-3)
+# Plain SGD: an update is the clipped gradient itself, where Adam would hide its scale.
+SGD = OptimizerConfig(
+    name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0, clip_norm=0.05
+)
+WAYS = {
+    "mesh": (MIXED, 1),
+    "parts": (ONE, 4),
+    "both": (Layout(8, fsdp=2, tensor=4, sequence_parallel=True), 4),
+}
+
+
+def dropping(layout: Layout = ONE, accumulation: int = 1):
+    return run(layout, DROPPING, StepConfig(accumulation=accumulation), SGD)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return dropping()
+
+
+def test_the_reference_drops_clips_and_has_unequal_parts(reference):
+    built = step_of(ONE, DROPPING, StepConfig(), SGD)
+    batch = batch_of(DROPPING)
+    total, count = built.evaluate(built.init(), batch)
+    assert abs(float(total / count) - reference.metrics["loss"]) > 1e-3  # dropout is on
+    assert reference.metrics["grad_norm"] > 2 * SGD.clip_norm
+    assert len({batch["weights"][part::4].sum() for part in range(4)}) > 1
+    moved = jax.tree.map(
+        np.subtract, reference.state.trainable, jax.device_get(built.init().trainable)
+    )
+    length = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(moved)))
+    assert length == pytest.approx(SGD.learning_rate * SGD.clip_norm, rel=1e-3)
+    assert reference.metrics["tokens"] == batch["weights"].sum()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_meshes_and_parts_change_nothing(way, reference):
+    found = dropping(*WAYS[way])
+    for name in ("loss", "grad_norm", "aux/z_loss"):
+        assert found.metrics[name] == pytest.approx(reference.metrics[name], rel=2e-6)
+    assert worst(found.gradients, reference.gradients) < 1e-5
+    assert worst(found.state.trainable, reference.state.trainable) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_that_see_whole_matrices_work_on_shards(name):
+    model = replace(TINY, num_layers=1, d_model=128, d_ff=160)  # adafactor factors dims from 128 on
+    optimizer = OptimizerConfig(name=name, learning_rate=0.01, warmup_steps=1)
+    one, other = (run(place, model, StepConfig(), optimizer) for place in (ONE, WAYS["both"][0]))
+    start = jax.device_get(step_of(ONE, model, StepConfig(), optimizer).init().trainable)
+    assert worst(one.state.trainable, start) > 1e-3
+    if name == "adafactor":
+        shapes = {leaf.shape for leaf in jax.tree.leaves(one.state.opt_state)}
+        assert {(1, 128), (1, 160)} <= shapes
+    change, expected = (jax.tree.map(np.subtract, r.state.trainable, start) for r in (other, one))
+    assert worst(change, expected) < 1e-2  # bfloat16-like iterations amplify rounding
+    assert worst(other.state.trainable, one.state.trainable) < 1e-4
+
+
+def test_a_step_with_nonfinite_gradients_changes_nothing_but_counts():
+    built, batch = step_of(), batch_of()
+    bad = batch | {"weights": batch["weights"].copy()}
+    bad["weights"][0, 0] = np.nan
+    state, _ = built.step(built.init(), batch)
+    before = jax.device_get(state)
+    for skipped in (1, 2):
+        state, metrics = built.step(state, bad)
+        after = jax.device_get(state)
+        assert not np.isfinite(metrics["loss"]) and metrics["skipped"] == skipped
+        for part in ("trainable", "frozen", "model_state", "ema"):
+            assert bitwise_equal(getattr(after, part), getattr(before, part))
+        assert bitwise_equal(after.opt_state.optimizer, before.opt_state.optimizer)
+        assert after.opt_state.skipped == skipped and after.step == before.step + skipped
+    state, metrics = built.step(state, batch)
+    assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
+    assert worst(jax.device_get(state.trainable), before.trainable) > 1e-5
+
+
+def test_the_state_is_donated_and_the_step_repeats_bitwise():
+    built, batch = step_of(), batch_of()
+    ends = []
+    for _ in range(2):
+        first = built.init()
+        second, _ = built.step(first, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.trainable))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.opt_state.optimizer))
+        ends.append(jax.device_get(built.step(second, batch)))
+    assert bitwise_equal(*ends) and int(ends[0][0].step) == 2
+
+
+def test_the_moving_average_follows_the_parameters_and_is_evaluated():
+    built, batch = step_of(ONE, TINY, StepConfig(ema_decay=0.75), SGD), batch_of()
+    state = built.init()
+    average = jax.device_get(state.trainable)
+    assert bitwise_equal(jax.device_get(state.ema), average)
+    for _ in range(3):
+        state, _ = built.step(state, batch)
+        average = jax.tree.map(
+            lambda e, p: 0.75 * e + 0.25 * p, average, jax.device_get(state.trainable)
+        )
+    assert worst(jax.device_get(state.ema), average) < 1e-6
+    assert worst(jax.device_get(state.trainable), average) > 1e-5
+    total, _ = built.evaluate(state, batch)
+    swapped, _ = built.evaluate(state._replace(ema=jax.tree.map(jnp.copy, state.trainable)), batch)
+    assert abs(float(total) - float(swapped)) > 1e-4
+
+
+def test_training_learns():
+    built, batch = step_of(), batch_of()
+    state, losses = built.init(), []
+    for _ in range(12):
+        state, metrics = built.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+# --- models of others -----------------------------------------------------------------------------
+
+
+class Foreign(nnx.Module):
+    """No blocks, no logical names, a scalar mean loss; it imports nothing of ours."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (64, 16)))
+        self.head = nnx.Linear(16, 64, rngs=rngs)
+
+    def loss(self, batch, key):
+        logits = self.head(jnp.tanh(self.table[...][batch["tokens"]]))
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+        return -picked.mean()
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_model_of_someone_else_trains_on_a_mesh(compute):
+    spec = describe(Foreign)
+    assert all(names == () for _, names in spec.named_parameters().values())
+    found = []
+    with jax.numpy_rank_promotion("allow"):
+        for layout in (ONE, MIXED._replace(tensor=1, fsdp=4)):
+            rules, mesh = rules_and_mesh(layout)
+            config = StepConfig(compute=compute)
+            schedule = build_schedule(OPTIMIZER, 10, 8)
+            built = build_train_step(spec, OPTIMIZER, schedule, mesh, rules, config)
+            batch = batch_of()
+            placed = jax.device_put(batch, built.batch_shardings(batch))
+            found.append(jax.device_get(built.inspect(built.init(), placed)))
+    limit = 1e-5 if compute == "float32" else 2e-2
+    assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], rel=limit)
+    assert worst(found[1][2], found[0][2]) < limit
+    assert {leaf.dtype for leaf in jax.tree.leaves(found[1][2])} == {np.dtype("float32")}
+
+
+def test_losses_in_every_accepted_form():
+    batch = {"tokens": jnp.zeros((4, 2), jnp.int32)}
+    mean = as_loss(jnp.float32(2.0), batch)
+    assert (float(mean.sum), float(mean.count)) == (8.0, 4.0)
+    pair = as_loss((jnp.float32(6), jnp.int32(3)), batch)
+    assert (float(pair.sum), float(pair.count), pair.aux) == (6.0, 3.0, {})
+    full = as_loss(Loss(1.0, 2.0, {"balance": 3.0}, {"load": 4.0}), batch)
+    assert full.aux["balance"].dtype == jnp.float32 and float(full.stats["load"]) == 4.0
