@@ -11,7 +11,6 @@ from jaxdist.recipe import default_config
 def get_config():
     config = default_config()
     config.train.steps = 1700
-    config.train.max_minutes = 4.4
     config.train.eval_every = 850
     config.train.sample_tokens = 400
     config.train.sample_prompt = "def "

@@ -64,7 +64,7 @@ class Rules:
         """Returns the spec of an activation; axes that don't divide a dim are left out."""
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
         axes |= {"batch": BATCH_AXES, "sequence": ("context",)}
-        # Where a table is split by width, its rows are: all samples of an fsdp group, a part of each.
+        # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
         axes |= {"batch_of_group": ("data", "expert"), "width": ("fsdp",)}
         axes["residual"] = ("context", "tensor") if self.sequence_parallel else ("context",)
         return P(*(self._fitting(axes.get(n, ()), d) for n, d in zip(names, dims, strict=True)))
@@ -140,7 +140,7 @@ class Rules:
 
 
 def _padded(names: Names, dims: Sequence[int]) -> Names:
-    """Returns names for all dims: missing leading names are stack dims, no names at all are unknown."""
+    """Returns names for all dims: missing leading ones are stack dims, none at all are unknown."""
     if not names:
         return (None,) * len(dims)
     if len(names) > len(dims):
@@ -149,7 +149,7 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 
 def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
-    """Returns the dims that are not stack dims; head_dim counts with its heads (a bias is a vector)."""
+    """Returns the dims but stack dims; head_dim counts with its heads (their bias is a vector)."""
     return [i for i in range(len(dims)) if names[i] not in ("", "head_dim")]
 
 
@@ -345,7 +345,8 @@ def explain(placements: Sequence[Placement]) -> str:
     total = sum(p.shard_bytes for p in placements)
     copies = sum(p.replicated_bytes for p in placements)
     lines.append(
-        f"total: {total:,} bytes of parameters per device; {copies:,} bytes are copies, over all devices"
+        f"total: {total:,} bytes of parameters per device; "
+        f"{copies:,} bytes are copies, over all devices"
     )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Small models, batches and compiled steps that tests share; each program is built once a session."""
+"""Small models, batches and compiled steps that tests share; a program is built once a session."""
 
 from __future__ import annotations
 
@@ -102,14 +102,15 @@ class Program(NamedTuple):
 
 @lru_cache
 def program_of(
-    layout: Layout,
+    layout: Layout = ONE,
     model: TransformerConfig = TINY,
     step: StepConfig = StepConfig(),  # noqa: B008 (frozen)
     batch: int = 8,
     length: int = 16,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> Program:
     """Returns the compiled train step, its HLO and its memory per device."""
-    built = step_of(layout, model, step)
+    built = step_of(layout, model, step, optimizer)
     example = batch_of(model, batch, length)
     where = built.batch_shardings(example)
     abstract = {
@@ -118,6 +119,17 @@ def program_of(
     }
     compiled = built.step.lower(built.abstract_state, abstract).compile(FAST_COMPILE)
     return Program(compiled, hlo.parse(compiled.as_text()), compiled.memory_analysis(), built)
+
+
+@lru_cache
+def init_of(
+    layout: Layout = ONE,
+    model: TransformerConfig = TINY,
+    step: StepConfig = StepConfig(),  # noqa: B008 (frozen)
+    optimizer: OptimizerConfig = OPTIMIZER,
+) -> Any:
+    """Returns the compiled `() -> State`."""
+    return step_of(layout, model, step, optimizer).init.lower().compile(FAST_COMPILE)
 
 
 class Result(NamedTuple):
@@ -137,10 +149,11 @@ def run(
 ) -> Result:
     """Returns state, metrics and mean gradients after one step from a fresh state."""
     built = step_of(layout, model, step, optimizer)
-    state = built.init()
+    state = init_of(layout, model, step, optimizer)()
     given = batch_of(model) if batch is None else batch
     placed = jax.device_put(given, built.batch_shardings(given))
-    return Result(*jax.device_get(built.inspect(state, placed)))
+    inspect = built.inspect.lower(state, placed).compile(FAST_COMPILE)
+    return Result(*jax.device_get(inspect(state, placed)))
 
 
 def collectives(

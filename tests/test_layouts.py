@@ -183,7 +183,7 @@ UNCACHED = """
 
 @pytest.fixture(scope="session")
 def uncached(tmp_path_factory) -> tuple[str, Path]:
-    """Returns what XLA printed while it compiled afresh, and the folder of its partitioned programs."""
+    """Returns what XLA printed while compiling afresh, and the folder of partitioned programs."""
     folder = tmp_path_factory.mktemp("partitioned")
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # cached: it says nothing
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])

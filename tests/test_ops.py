@@ -48,9 +48,9 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 NAMES = {
-    "gate": ("d_model", "d_ff"), "up": ("d_model", "d_ff"), "query": ("d_model", "heads", "head_dim"),
-    "out": ("heads", "head_dim", "d_model"), "table": ("vocab", "d_model"),
-    "head": ("d_model", "vocab"),
+    "gate": ("d_model", "d_ff"), "up": ("d_model", "d_ff"),
+    "query": ("d_model", "heads", "head_dim"), "out": ("heads", "head_dim", "d_model"),
+    "table": ("vocab", "d_model"), "head": ("d_model", "vocab"),
 }  # fmt: skip
 
 

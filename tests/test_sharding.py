@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models_for_tests import FSDP, MIXED, OPTIMIZER, TINY, Layout, rules_and_mesh, spec_of, step_of
+from models_for_tests import FSDP, MIXED, OPTIMIZER, TINY, Layout, init_of, rules_and_mesh, spec_of
 
 from jaxdist import sharding
 from jaxdist.config import ConfigError
@@ -178,8 +178,8 @@ def test_a_parameter_that_cannot_be_split_says_why():
 
 @pytest.mark.parametrize("layout", [MIXED, FSDP._replace(zero=1)], ids=["mixed", "zero1"])
 def test_the_state_lies_where_the_table_says(layout):
-    built, (table, _) = step_of(layout), rules_and_mesh(layout)
-    state = built.init()
+    table, _ = rules_and_mesh(layout)
+    state = init_of(layout)()
     placed = {p.path: p for p in sharding.place(spec_of().named_parameters(), table)}
     leaves = jax.tree_util.tree_leaves_with_path(state.trainable)
     assert len(leaves) == len(placed) and any("fsdp" in p.state for p in placed.values())
@@ -203,7 +203,7 @@ def test_the_state_lies_where_the_table_says(layout):
 
 
 def test_init_does_not_depend_on_the_mesh():
-    one, other = step_of().init().trainable, step_of(MIXED).init().trainable
+    one, other = init_of()().trainable, init_of(MIXED)().trainable
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
 
 

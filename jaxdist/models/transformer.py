@@ -25,7 +25,15 @@ from jaxdist.models.layers import (
     rotary_tables,
     rotate,
 )
-from jaxdist.models.staged import Batch, Context, Loss, run_blocks, shared_fields, stack, staged_loss
+from jaxdist.models.staged import (
+    Batch,
+    Context,
+    Loss,
+    run_blocks,
+    shared_fields,
+    stack,
+    staged_loss,
+)
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
@@ -67,7 +75,15 @@ class TransformerConfig:
 
     def faults(self) -> list[str]:
         """Returns what is wrong with the values, each with its cure."""
-        sizes = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "vocab_size",
+            "num_layers",
+            "d_model",
+            "d_ff",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         found = [
             f"model.{name}={getattr(self, name)}: must be >= 1"
             for name in sizes
@@ -109,7 +125,9 @@ class Attention(nnx.Module):
         self.query = normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
         self.key = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.value = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
-        self.out = normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
+        self.out = normal(
+            rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model")
+        )
         self.qkv_bias, self.out_bias_on = c.bias != "none", c.bias == "all"
         if self.qkv_bias:
             self.query_bias = nnx.Param(jnp.zeros(heads), logical=("heads", "head_dim"))

@@ -244,19 +244,19 @@ def _logits(q_BKGSN, k_BKSN, segment_ids_BS, block: _Block, options: _Options) -
     s = _einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, block.rows], k_BKSN[:, :, block.columns])
     if options.softcap is not None:
         s = options.softcap * jnp.tanh(s / options.softcap)
-    seen = None
     if options.causal:
         row = jnp.arange(block.start, block.stop)[:, None]
         column = jnp.arange(block.first, block.last)[None, :]
         seen = row >= column
         if options.window is not None:
             seen &= row - column < options.window
-        seen = seen[None, None, None]
+        # Added, not selected: XLA's CPU backend would spread a predicate over batch and heads.
+        s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
     if segment_ids_BS is not None:
         ids = segment_ids_BS[:, None, None]
         same = ids[..., block.rows, None] == ids[..., None, block.columns]
-        seen = same if seen is None else seen & same
-    return s if seen is None else jnp.where(seen, s, MASKED)
+        s = jnp.where(same, s, MASKED)
+    return s
 
 
 def _head_major(q, k, v, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array]:

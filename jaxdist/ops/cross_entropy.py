@@ -2,8 +2,9 @@
 
 The sequence is scored in chunks. The backward pass of a sum of losses needs the logits only to make
 d loss / d logits, so gradients are formed chunk by chunk in the forward pass, while the logits are
-there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twice. The vocabulary may
-be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at the end.
+there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twice. The vocabulary
+may be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at
+the end.
 
 Letters: G batch shards (no dim if there is one), R rows = tokens of a chunk, D model, V vocabulary.
 """
@@ -44,7 +45,7 @@ def cross_entropy(
     softcap: float = 0.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2 (PaLM, arXiv:2204.02311).
+    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2 (arXiv:2204.02311).
 
     Both are float32 scalars. The first carries the gradient of both, so that (first + second) has
     the right value and the right gradient; the second alone has none. Weights get no gradient.

@@ -1,9 +1,9 @@
 """Table look-up that moves activations instead of the table.
 
-Under fsdp a table is split by width. Gathering it to look up a few thousand rows would move and hold
-the whole vocabulary; instead every shard looks up its part of the width for all samples of its fsdp
-group, and the rows change places (one all-to-all of activations). The gradient goes the same way
-back, and adds up in float32: a frequent token's gradient is a long sum.
+Under fsdp a table is split by width. Gathering it to look up a few thousand rows would move and
+hold the whole vocabulary; instead every shard looks up its part of the width for all samples of its
+fsdp group, and the rows change places (one all-to-all of activations). The gradient goes the same
+way back, and adds up in float32: a frequent token's gradient is a long sum.
 """
 
 from __future__ import annotations

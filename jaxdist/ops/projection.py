@@ -2,13 +2,14 @@
 
 `project` is an einsum with four habits that plain autodiff under a partitioner does not have:
 kernels are cast to the activations' dtype and gathered from their fsdp shards here, and again in
-the backward pass, so that neither a cast nor a gathered copy is kept; a kernel's gradient leaves its
-product in float32 and is reduced across devices in float32, in shards; and several kernels of one
-input (query, key and value; gate and up) give their input's gradient by one product, so that a
+the backward pass, so that neither a cast nor a gathered copy is kept; a kernel's gradient leaves
+its product in float32 and is reduced across devices in float32, in shards; and several kernels of
+one input (query, key and value; gate and up) give their input's gradient by one product, so that a
 tensor-parallel layer reduces once, not once a kernel (Megatron-LM's f operator, arXiv:1909.08053).
 
-Products run on [rows, columns]: with two dims summed over at once (batch and sequence, in a kernel's
-gradient) XLA's CPU backend copies an operand transposed, which costs a quarter of the step.
+Products run on [rows, columns]: with two dims summed over at once (batch and sequence, in a
+kernel's gradient) XLA's CPU backend copies an operand transposed, which costs a quarter of the
+step.
 """
 
 from __future__ import annotations

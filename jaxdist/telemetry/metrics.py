@@ -2,7 +2,7 @@
 
 One JSON object per line. Floats keep full precision (repr), so that equality of two runs can be
 tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "Infinity" and
-"-Infinity", and `read_rows` turns exactly these back into floats. A missing value is null.
+"-Infinity", and the readers turn exactly these back into floats. A missing value is null.
 
 Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two writes
 leaves whole lines, and other threads or processes may append to the same file. Should a line be
@@ -22,24 +22,9 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 
-# The events of the contract (DESIGN section 5); a test reads the package for names outside it.
-EVENTS = (
-    "start",
-    "restore",
-    "save",
-    "evaluate",
-    "preempted",
-    "peer_lost",
-    "hang",
-    "bad_checkpoint",
-    "nonfinite",
-    "resize",
-    "stop",
-)
-
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 class MetricsWriter:
@@ -58,49 +43,37 @@ class MetricsWriter:
     ) -> None:
         """Creates the workdir and opens both files; with enabled=False (process > 0) does nothing.
 
-        Args:
-          workdir: folder of the run.
-          enabled: True on the one process that writes.
-          clock: seconds since 1970, for the `time` of events.
-        Raises:
-          OSError: the folder cannot be created or written.
+        `clock` gives seconds since 1970, for the `time` of events.
         """
         self._clock = clock
-        self._metrics: int | None = None
-        self._events: int | None = None
+        self._files: dict[str, int] = {}
         if enabled:
-            folder = Path(workdir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = _open_append(folder / METRICS_FILE)
-            self._events = _open_append(folder / EVENTS_FILE)
+            Path(workdir).mkdir(parents=True, exist_ok=True)
+            self._files = {n: _open_append(Path(workdir) / n) for n in (METRICS_FILE, EVENTS_FILE)}
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Appends {"step": step, **values} to metrics.jsonl.
 
-        Values are numbers, None, strings, or scalars with `.item()` (numpy, jax: that waits for
-        the device, so hand over values that are ready).
+        Values are what JSON holds, or numpy and jax scalars (these wait for the device, so hand
+        over values that are ready).
         """
-        if self._metrics is not None:
-            _append(self._metrics, {"step": step, **values})
+        self._append(METRICS_FILE, {"step": step, **values})
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Appends {"time", "event", "step", **fields} to events.jsonl; `name` is one of EVENTS."""
-        if self._events is not None:
-            row = {"time": self._clock(), "event": name, "step": step}
-            _append(self._events, {**row, **{k: v for k, v in fields.items() if k not in row}})
+        """Appends {"time", "event", "step", **fields} to events.jsonl."""
+        self._append(EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields})
 
     def close(self) -> None:
-        """Closes both files; later writes do nothing. May be called twice."""
-        for descriptor in (self._metrics, self._events):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._metrics = self._events = None
+        """Closes both files; later writes do nothing."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _append(self, name: str, row: Mapping[str, object]) -> None:
+        if name in self._files:
+            data = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
+            while data:  # one write in practice; a short write only on a full disk or a signal
+                data = data[os.write(self._files[name], data) :]
 
 
 class Writers:
@@ -125,24 +98,6 @@ class Writers:
             writer.close()
 
 
-def to_json(value: object) -> object:
-    """Returns `value` as what JSON can hold: see the module's head for floats; tuples are lists."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in value]
-    for convert in ("tolist", "item"):  # numpy and jax arrays and scalars, without importing either
-        if hasattr(value, convert):
-            return to_json(getattr(value, convert)())
-    return str(value)
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of a metrics.jsonl, each sorted by step, the last row of each step only."""
@@ -159,17 +114,15 @@ def read_rows(path: str | os.PathLike[str]) -> Rows:
     """
     train: dict[int, Row] = {}
     evaluation: dict[int, Row] = {}
-    for row in _read_objects(_file_in(path, METRICS_FILE)):
-        step = row.get("step")
-        if isinstance(step, int) and not isinstance(step, bool):
-            target = evaluation if "eval_loss" in row else train
-            target[step] = row
+    for row in _read_objects(Path(path), METRICS_FILE):
+        if isinstance(step := row.get("step"), int):
+            (evaluation if "eval_loss" in row else train)[step] = row
     return Rows([train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)])
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
     """Returns the events of an events.jsonl (or of the one in a workdir), in file order."""
-    return [row for row in _read_objects(_file_in(path, EVENTS_FILE)) if "event" in row]
+    return [row for row in _read_objects(Path(path), EVENTS_FILE) if "event" in row]
 
 
 @dataclass(frozen=True)
@@ -177,46 +130,50 @@ class Throughput:
     """Speed of a run, from a window of steps: turns (seconds, steps, tokens) into metrics fields.
 
     MFU = model FLOPs / (time x peak), without recomputation; attention counted causally
-    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). Fields that need an unknown number are
-    None, never guessed.
+    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). None where the peak is unknown.
     """
 
     num_devices: int
-    peak_flops_per_s: float | None = None  # of one device, in the compute dtype; None: unknown
-    causal_flops_per_token: float | None = None  # forward and backward
-    full_flops_per_token: float | None = None  # forward and backward
+    peak_flops_per_s: float | None  # of one device, in the compute dtype; None: unknown
+    causal_flops_per_token: float  # forward and backward
+    full_flops_per_token: float  # forward and backward
 
     def fields(self, *, seconds: float, steps: int, tokens: float) -> dict[str, float | None]:
         """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal, mfu_full, mfu.
 
         Args:
-          seconds: wall time of the window, > 0 (else every field is None).
+          seconds: wall time of the window, > 0.
           steps: updates in the window, >= 1.
           tokens: tokens of the window, all devices together. The caller chooses the convention;
             with padded batches, counting weighted tokens gives the lower, honest MFU.
         """
-        if seconds <= 0 or steps < 1:
-            return dict.fromkeys(_SPEED_FIELDS)
-        rate = tokens / seconds
-        causal = self._mfu(rate, self.causal_flops_per_token)
-        full = self._mfu(rate, self.full_flops_per_token)
-        values = (seconds / steps, rate, rate / self.num_devices, causal, full, causal)
-        return dict(zip(_SPEED_FIELDS, values, strict=True))
+        rate = tokens / seconds / self.num_devices
+        causal = full = None
+        if self.peak_flops_per_s is not None:
+            causal = rate * self.causal_flops_per_token / self.peak_flops_per_s
+            full = rate * self.full_flops_per_token / self.peak_flops_per_s
+        return {
+            "step_time_s": seconds / steps,
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": rate,
+            "mfu_causal": causal,
+            "mfu_full": full,
+            "mfu": causal,
+        }
 
-    def _mfu(self, tokens_per_s: float, flops_per_token: float | None) -> float | None:
-        if not self.peak_flops_per_s or flops_per_token is None:
-            return None
-        return tokens_per_s * flops_per_token / (self.peak_flops_per_s * self.num_devices)
 
-
-_SPEED_FIELDS = (
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_device",
-    "mfu_causal",
-    "mfu_full",
-    "mfu",
-)
+def _to_json(value: object) -> object:
+    """Returns `value` as what JSON can hold: see the module's head for floats; tuples are lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, bool | int | str | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    # numpy and jax arrays and scalars, without importing either
+    return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _open_append(path: Path) -> int:
@@ -228,29 +185,12 @@ def _open_append(path: Path) -> int:
     return descriptor
 
 
-def _append(descriptor: int, row: Mapping[str, object]) -> None:
-    data = (json.dumps(to_json(row), allow_nan=False) + "\n").encode()
-    while data:  # one write in practice; a short write only on a full disk or a signal
-        data = data[os.write(descriptor, data) :]
-
-
-def _file_in(path: str | os.PathLike[str], name: str) -> Path:
-    path = Path(path)
-    return path / name if path.is_dir() else path
-
-
-def _read_objects(path: Path) -> Iterator[Row]:
-    if not path.exists():
-        return
-    with open(path, "rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn line, also undecodable bytes
-                continue
-            if isinstance(row, dict):
-                yield {key: _restore(value) for key, value in row.items()}
-
-
-def _restore(value: object) -> object:
-    return _NONFINITE.get(value, value) if isinstance(value, str) else value
+def _read_objects(path: Path, name: str) -> Iterator[Row]:
+    path = path / name if path.is_dir() else path
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn line, also undecodable bytes
+            continue
+        if isinstance(row, dict):
+            yield {k: _NONFINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}

@@ -3,7 +3,6 @@
 for (const svg of document.querySelectorAll("svg.chart")) {
   const [x0, x1, y0, y1] = JSON.parse(svg.dataset.span);
   const [left, top, right, bottom] = JSON.parse(svg.dataset.box);
-  const place = svg.dataset.scale === "log" ? Math.log : Number;
   const curves = [...svg.querySelectorAll("g[data-points]")].map(
     g => ({ name: g.dataset.name, g, points: JSON.parse(g.dataset.points) }))
     .filter(curve => curve.points.length);
@@ -20,7 +19,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
   });
   const px = x => left + (right - left) * (x - x0) / (x1 - x0);
   const py = y => bottom - (bottom - top) *
-    Math.min(1.02, Math.max(-0.02, (place(y) - place(y0)) / (place(y1) - place(y0))));
+    Math.min(1.02, Math.max(-0.02, (y - y0) / (y1 - y0)));
   const near = (points, x) => {
     let low = 0, high = points.length - 1;
     while (high - low > 1) {

@@ -7,7 +7,6 @@ Perfetto; the table is written from jax's own reader, since XProf's op tables ar
 import json
 import os
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import jax
 
 FOLDER = "profile"
+TABLE_ROWS = 40  # of top_ops.txt
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ProfileWindow:
         self._folder = Path(workdir) / FOLDER
         self._begin = first_step - 1
         self._end = first_step - 1 + num_steps
-        self._wanted = enabled and first_step > 0 and num_steps > 0
+        self._wanted = enabled and first_step > 0
         self._running = False
 
     def step(self, finished: int, outputs: object = None) -> list[OpTime] | None:
@@ -74,7 +74,10 @@ class ProfileWindow:
             return self.close()
         if self._wanted and self._begin <= finished < self._end:
             jax.block_until_ready(outputs)
-            self._start()
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # Python frames slow the steps and swell the trace
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._wanted, self._running = False, True
         return None
 
     def close(self) -> list[OpTime] | None:
@@ -84,33 +87,19 @@ class ProfileWindow:
         self._running = False
         jax.profiler.stop_trace()
         ops = top_ops(self._folder)
-        write_table(self._folder, ops)
+        _write_table(self._folder, ops)
         return ops
 
-    def _start(self) -> None:
-        self._wanted = False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python frames slow the steps and swell the trace
-        try:
-            jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        except RuntimeError as error:  # another profiler session: the run matters more
-            warnings.warn(f"no profile was taken: {error}", stacklevel=3)
-            return
-        self._running = True
 
-
-def top_ops(folder: str | os.PathLike[str]) -> list[OpTime]:
-    """Returns the ops of the newest trace below `folder`, the longest first; [] without a trace.
+def top_ops(folder: Path) -> list[OpTime]:
+    """Returns the ops of the newest trace below `folder`, the longest first.
 
     Ops that only contain others (while, conditional, call) are left out, or time would count twice.
     """
-    traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    if not traces:
-        return []
+    trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     nanoseconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    for op, duration in _op_events(traces[-1]):
+    for op, duration in _op_events(trace):
         if _kind(op) not in ("while", "conditional", "call"):
             nanoseconds[op] += duration
             counts[op] += 1
@@ -119,20 +108,17 @@ def top_ops(folder: str | os.PathLike[str]) -> list[OpTime]:
     return [OpTime(op, _kind(op), t * 1e-9, t / total, counts[op]) for op, t in longest]
 
 
-def write_table(folder: str | os.PathLike[str], ops: list[OpTime], rows: int = 40) -> None:
-    """Writes top_ops.json (all ops) and top_ops.txt (the first `rows`) into `folder`."""
-    folder = Path(folder)
-    text = json.dumps([asdict(op) for op in ops], indent=1)
-    (folder / "top_ops.json").write_text(text + "\n")
-    width = max([len(op.op) for op in ops[:rows]] + [2])
+def _write_table(folder: Path, ops: list[OpTime]) -> None:
+    """Writes top_ops.json (all ops) and top_ops.txt (the first TABLE_ROWS) into `folder`."""
+    (folder / "top_ops.json").write_text(json.dumps([asdict(op) for op in ops], indent=1) + "\n")
+    shown = ops[:TABLE_ROWS]
+    width = max((len(op.op) for op in shown), default=2)
     lines = [f"{'op':<{width}}  {'share':>7}  {'ms':>10}  {'count':>7}  {'us each':>9}"]
     lines += [
         f"{op.op:<{width}}  {100 * op.share:6.2f}%  {1e3 * op.seconds:10.3f}  {op.count:7d}"
         f"  {1e6 * op.seconds / op.count:9.1f}"
-        for op in ops[:rows]
+        for op in shown
     ]
-    rest = sum(op.share for op in ops[rows:])
-    lines += [f"and {len(ops) - rows} more: {100 * rest:.2f}%"] if len(ops) > rows else []
     (folder / "top_ops.txt").write_text("\n".join(lines) + "\n")
 
 

@@ -23,15 +23,17 @@ class Run:
     name: str
     folder: Path
     config: Mapping[str, object]  # flat: dotted path -> value
-    info: Mapping[str, object]  # run.json
+    info: Mapping[str, Any]  # run.json
     rows: metrics.Rows
     events: Sequence[metrics.Row]
     sample: str
-    ops: Sequence[Mapping[str, object]]  # profile/top_ops.json
+    ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
 
     def column(self, field: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of the training rows that have the field."""
-        return points(self.rows.train, field)
+        """Returns (step, value) of the rows that have the field as a number (NaN included)."""
+        rows = self.rows.evaluation if field == "eval_loss" else self.rows.train
+        pairs = ((number(row["step"]), number(row.get(field))) for row in rows)
+        return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
@@ -48,43 +50,31 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
         raise config.ConfigError(
             f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train"
         )
-    info = _read_json(folder / "run.json", {})
     sample = folder / "sample.txt"
-    text = sample.read_text(errors="replace") if sample.exists() else info.get("sample", "")
     return Run(
         name=name or folder.resolve().name,
         folder=folder,
         config=config.flatten(_read_json(folder / "config.json", {})),
-        info=info,
+        info=_read_json(folder / "run.json", {}),
         rows=metrics.read_rows(folder),
         events=metrics.read_events(folder),
-        sample=text if isinstance(text, str) else json.dumps(text, indent=1, ensure_ascii=False),
+        sample=sample.read_text(errors="replace") if sample.exists() else "",
         ops=_read_json(folder / "profile" / "top_ops.json", []),
     )
 
 
-def points(rows: Sequence[metrics.Row], field: str) -> list[tuple[float, float]]:
-    """Returns (step, value) of the rows where the field is a number (NaN included)."""
-    pairs = ((number(row.get("step")), number(row.get(field))) for row in rows)
-    return [(step, value) for step, value in pairs if step is not None and value is not None]
-
-
 def number(value: object) -> float | None:
     """Returns the value as a float, None if it is no number."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def state(run: Run) -> tuple[str, str]:
     """Returns what became of the run, and how to show it: "good", "bad" or ""."""
-    ends = [event for event in run.events if event["event"] in ("start", "stop", *ALERTS)]
-    if not ends:
+    last = next((e for e in reversed(run.events) if e["event"] in ("start", "stop", *ALERTS)), None)
+    if last is None:
         return "no events", ""
-    last = ends[-1]
     if last["event"] == "stop":
-        reason = last.get("reason")
-        return (f"stopped: {reason}" if reason else "finished"), "good"
+        return f"stopped: {last.get('reason')}", "good"
     if last["event"] in ALERTS:
         return f"last event: {last['event']}", "bad"
     return "running, or ended without a stop event", ""
@@ -92,51 +82,39 @@ def state(run: Run) -> tuple[str, str]:
 
 def mesh_text(run: Run) -> str:
     """Returns the mesh axes larger than 1, e.g. "data 2 × tensor 4"; "" if unknown."""
-    mesh = run.info.get("mesh")
-    if not isinstance(mesh, Mapping):
+    if "mesh" not in run.info:
         return ""
-    sizes = [f"{axis} {size}" for axis, size in mesh.items() if isinstance(size, int) and size != 1]
+    sizes = [f"{axis} {size}" for axis, size in run.info["mesh"].items() if size != 1]
     return " × ".join(sizes) or "one device"
 
 
-def _last_loss(run: Run) -> str | None:
-    points = run.column("loss")
-    return f"{points[-1][1]:.4f}" if points else None
-
-
-def _best_evaluation(run: Run) -> str | None:
-    finite = [p for p in points(run.rows.evaluation, "eval_loss") if math.isfinite(p[1])]
-    return f"{min(value for _, value in finite):.4f}" if finite else None
-
-
-def _steps(run: Run) -> str | None:
-    return f"{run.rows.train[-1]['step']:,}" if run.rows.train else None
-
-
-def _tokens(run: Run) -> str | None:
-    points = run.column("tokens_seen")
-    return count_text(points[-1][1]) if points else None
-
-
-def _parameters(run: Run) -> str | None:
-    for key in ("parameters", "parameter_count", "num_parameters"):
-        value = number(run.info.get(key))
-        if value is not None:
-            return count_text(value)
-    return None
-
-
-def _wall(run: Run) -> str | None:
+def figures(run: Run) -> dict[str, str]:
+    """Returns the key figures of a run by name, in reading order; unknown ones are left out."""
     times = [time for event in run.events if (time := number(event.get("time"))) is not None]
-    return duration_text(times[-1] - times[0]) if len(times) > 1 else None
+    evaluated = [loss for _, loss in run.column("eval_loss") if math.isfinite(loss)]
+    parameters = number(run.info.get("parameters"))
 
+    def last(field: str, show: Callable[[float], str]) -> str:
+        pairs = run.column(field)
+        return show(pairs[-1][1]) if pairs else ""
 
-def _median(field: str, show: Callable[[float], str]) -> Callable[[Run], str | None]:
-    def value_of(run: Run) -> str | None:
-        finite = [value for _, value in run.column(field) if math.isfinite(value)]
-        return show(statistics.median(finite)) if finite else None
+    def median(field: str, show: Callable[[float], str]) -> str:
+        values = [value for _, value in run.column(field)]
+        return show(statistics.median(values)) if values else ""
 
-    return value_of
+    found = {
+        "last loss": last("loss", "{:.4f}".format),
+        "best evaluation loss": f"{min(evaluated):.4f}" if evaluated else "",
+        "steps": last("step", "{:,.0f}".format),
+        "tokens seen": last("tokens_seen", count_text),
+        "parameters": "" if parameters is None else count_text(parameters),
+        "tokens/s, median": median("tokens_per_s", count_text),
+        "step time, median": median("step_time_s", time_text),
+        "MFU causal, median": median("mfu_causal", percent_text),
+        "MFU full, median": median("mfu_full", percent_text),
+        "time since start": duration_text(times[-1] - times[0]) if times else "",
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def _read_json(path: Path, empty: Any) -> Any:
@@ -146,18 +124,3 @@ def _read_json(path: Path, empty: Any) -> Any:
     except (OSError, ValueError):
         return empty
     return value if isinstance(value, type(empty)) else empty
-
-
-# Key figures of a run, in reading order: name, and how to get its text (None: unknown).
-FIGURES: tuple[tuple[str, Callable[[Run], str | None]], ...] = (
-    ("last loss", _last_loss),
-    ("best evaluation loss", _best_evaluation),
-    ("steps", _steps),
-    ("tokens seen", _tokens),
-    ("parameters", _parameters),
-    ("tokens/s, median", _median("tokens_per_s", count_text)),
-    ("step time, median", _median("step_time_s", time_text)),
-    ("MFU causal, median", _median("mfu_causal", percent_text)),
-    ("MFU full, median", _median("mfu_full", percent_text)),
-    ("time since start", _wall),
-)

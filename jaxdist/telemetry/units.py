@@ -1,12 +1,12 @@
 """Numbers as a reader wants them: three digits and a unit."""
 
 
-def count_text(value: float) -> str:
+def count_text(value: float, digits: int = 3) -> str:
     """Returns e.g. "1.35B", "845k" or "12"."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
+            return f"{value / limit:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def time_text(seconds: float) -> str:

@@ -35,7 +35,8 @@ from jaxdist.verification.subject import (
     ONE_DEVICE,
     Layout,
     layouts_for,
-    moved,
+    moved_moments,
+    moved_parameters,
     shrink,
     synthetic_batch,
     with_values,
@@ -107,8 +108,10 @@ def observe(
     built = programs.built[precision]
     state: State = programs.init[programs.params[precision]]()
     initial = jax.device_get(state.trainable)
-    start = moved(initial, seed)
-    state = state._replace(trainable=jax.device_put(start, built.shardings.trainable))
+    start = moved_parameters(initial, seed)
+    moments = moved_moments(jax.device_get(state.opt_state.optimizer), seed)
+    state = state._replace(trainable=start, opt_state=state.opt_state._replace(optimizer=moments))
+    state = jax.device_put(state, built.shardings)
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
     after, metrics, gradients = programs.inspect[precision](state, inputs)
     loss = float(metrics["loss"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxdist.mesh import AXES
 from jaxdist.recipe import RunConfig
 
 JITTER = 0.05  # standard deviation of the step away from the initial parameters
+MOMENT = 1e-3  # mean of the moments that the step starts with
 LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
 ACCUMULATION = 4
 SIZES = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
@@ -200,15 +201,28 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
     return batch
 
 
-def moved(parameters: Any, seed: int) -> Any:
+def moved_parameters(parameters: Any, seed: int) -> Any:
     """Returns the host arrays with normal noise added to every floating-point leaf.
 
     There no parameter is zero and no layer an identity, so every leaf takes part in the step.
     """
     rng = np.random.default_rng(seed)
+    return _moved(parameters, lambda dims: JITTER * rng.standard_normal(dims))
 
+
+def moved_moments(moments: Any, seed: int) -> Any:
+    """Returns the host arrays of a fresh optimizer state, its moments raised to about 1e-3.
+
+    From zero, Adam's and Lion's first update is the sign of the gradient, and Muon's divides by the
+    gradient's smallest singular values: they turn rounding into whole updates. And a moment in the
+    wrong place would not be seen if all were zero.
+    """
+    rng = np.random.default_rng(seed + 1)
+    return _moved(moments, lambda dims: MOMENT * rng.uniform(0.5, 1.5, dims))
+
+
+def _moved(tree: Any, noise: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
     def move(x: np.ndarray) -> np.ndarray:
-        noise = JITTER * rng.standard_normal(x.shape)
-        return (x + noise).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return (x + noise(x.shape)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return jax.tree.map(move, parameters)
+    return jax.tree.map(move, tree)

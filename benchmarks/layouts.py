@@ -1,0 +1,75 @@
+"""Prints what each layout holds per device, from the compiler's own account (docs/sharding.md).
+
+    python benchmarks/layouts.py            # eight emulated CPU devices; nothing is run
+
+Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256 tokens,
+float32, AdamW: the `quick` shape that other frameworks were measured at.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
+from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.sharding import build_rules
+from jaxdist.training.state import describe
+from jaxdist.training.step import StepConfig, build_train_step
+
+MODEL = TransformerConfig(
+    vocab_size=4096, num_layers=4, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32
+)
+BATCH, LENGTH = 8, 256
+ROWS = [
+    (MeshConfig(), 1, "dots"),
+    (MeshConfig(), 1, "full"),
+    (MeshConfig(), 1, "none"),
+    *((MeshConfig(fsdp=8, zero=zero), 8, "full") for zero in (0, 1, 2, 3)),
+    (MeshConfig(fsdp=8), 8, "dots"),
+    (MeshConfig(fsdp=8), 8, "none"),
+    (MeshConfig(fsdp=2, tensor=4), 8, "full"),
+    (MeshConfig(fsdp=2, tensor=4, sequence_parallel=True), 8, "full"),
+    (MeshConfig(data=2, fsdp=2, tensor=2), 8, "full"),
+]
+
+
+def memory(config: MeshConfig, devices: int, remat: str):
+    """Returns the compiled step's memory analysis."""
+    spec = describe(lambda rngs: Transformer(MODEL, rngs=rngs))
+    optimizer = OptimizerConfig()
+    step = build_train_step(
+        spec, optimizer, build_schedule(optimizer, 1000, BATCH),
+        build_mesh(config, jax.devices()[:devices]),
+        build_rules(config, resolve_mesh(config, devices)), StepConfig(remat=remat),
+    )  # fmt: skip
+    fields = dict.fromkeys(("tokens", "targets", "positions"), ((BATCH, LENGTH), jnp.int32))
+    fields |= {"weights": ((BATCH, LENGTH), jnp.float32), "sample": ((BATCH,), jnp.int32)}
+    batch = {name: jax.ShapeDtypeStruct(*field) for name, field in fields.items()}
+    where = step.batch_shardings(batch)
+    placed = {
+        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()
+    }
+    return step.step.lower(step.abstract_state, placed).compile().memory_analysis()
+
+
+def main() -> None:
+    print("| layout | zero | remat | arguments MB | donated MB | temporary MB |")
+    print("|---|---|---|---|---|---|")
+    for config, devices, remat in ROWS:
+        found = memory(config, devices, remat)
+        sizes = found.argument_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes
+        name = str(resolve_mesh(config, devices)) + (", sequence" * config.sequence_parallel)
+        print(
+            f"| {name} | {config.zero} | {remat} |",
+            *(f"{n / 1e6:.1f} |" for n in sizes),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

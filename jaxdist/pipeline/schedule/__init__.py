@@ -1,0 +1,55 @@
+"""Pipeline schedules as data (numpy only): made, read, checked, compiled, simulated and drawn."""
+
+from jaxdist.pipeline.schedule.balance import (
+    Balance,
+    Option,
+    balance,
+    bubble_fraction,
+    even_cut,
+    microbatch_options,
+)
+from jaxdist.pipeline.schedule.program import (
+    KINDS,
+    Program,
+    Rows,
+    Run,
+    Ticks,
+    compile_schedule,
+)
+from jaxdist.pipeline.schedule.simulator import Costs, Simulation, draw_svg, draw_text, simulate
+from jaxdist.pipeline.schedule.tables import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    check,
+    read_schedule,
+    write_schedule,
+)
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "Balance",
+    "Costs",
+    "Option",
+    "Program",
+    "Rows",
+    "Run",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Ticks",
+    "balance",
+    "bubble_fraction",
+    "build_schedule",
+    "check",
+    "compile_schedule",
+    "draw_svg",
+    "draw_text",
+    "even_cut",
+    "microbatch_options",
+    "read_schedule",
+    "simulate",
+    "write_schedule",
+]

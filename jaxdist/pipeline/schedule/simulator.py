@@ -1,0 +1,176 @@
+"""How long a schedule takes and what it holds, and pictures of it, as text and as SVG.
+
+Lockstep with uniform flags, as the executor runs: in a tick every stage does what any stage does,
+at the pace of the slowest, and a stage without an op computes chunk 0 for nothing.
+"""
+
+import dataclasses
+import html
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxdist.pipeline.schedule.program import Program, compile_schedule
+from jaxdist.pipeline.schedule.tables import Schedule, ScheduleError
+
+PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")  # in order, of a tick
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one microbatch costs, in any one unit of time.
+
+    `forward` and `backward` (with its recomputation): a number or one a stage, for all chunks of a
+    stage together, or [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
+    whole vocabulary on one stage; sharded edges divide it by the stages, replicated ones make every
+    stage pay all of it. `hop`: what of one hop is not hidden.
+    """
+
+    forward: ArrayLike = 1.0
+    backward: ArrayLike = 2.0
+    embed: float = 0.0
+    head: float = 0.0
+    embed_backward: float = 0.0
+    hop: float = 0.0
+    edges: Literal["sharded", "replicated"] = "sharded"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Simulation:
+    """What `simulate` finds. A table with `faults` never ends: time inf, bubble 1, nothing held."""
+
+    faults: tuple[str, ...]
+    ticks: int
+    time: float
+    bubble: float  # 1 - work / (stages x time): idle, masked, uneven and repeated work, and hops
+    live_inputs: tuple[int, ...]  # at the peak, by stage, in stage inputs (of one chunk each)
+    live_gradients: tuple[int, ...]
+    phases: np.ndarray  # time, [ticks, PHASES]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Returns validity, time, bubble and peak live inputs of a schedule (forward 1, backward 2)."""
+    try:
+        program = compile_schedule(schedule)
+    except ScheduleError as error:
+        nothing = np.zeros((len(schedule.table), len(PHASES)))
+        return Simulation(error.faults, len(nothing), math.inf, 1.0, (), (), nothing)
+    costs = costs or Costs()
+    forward, backward = _by_chunk(costs.forward, schedule), _by_chunk(costs.backward, schedule)
+    phases = _phases(program, costs, forward, backward)
+    edges = costs.embed + costs.head + costs.embed_backward
+    work = schedule.microbatches * (forward.sum() + backward.sum() + edges)
+    time = float(phases.sum())
+    bubble = 1 - float(work) / (schedule.stages * time)
+    live = program.live_inputs, program.live_gradients
+    return Simulation((), len(phases), time, bubble, *live, phases)
+
+
+def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
+    """Returns costs [stages, chunks] from one of the forms that Costs allows."""
+    array, shape = np.asarray(cost, float), (schedule.stages, schedule.chunks)
+    if array.shape == shape:
+        return array
+    if array.shape not in ((), shape[:1]):
+        raise ValueError(f"a cost of shape {array.shape} was given; (), {shape[:1]} or {shape}")
+    return np.repeat(array.reshape(-1, 1) / schedule.chunks, schedule.chunks, axis=1) * np.ones(
+        (schedule.stages, 1)
+    )
+
+
+def _phases(
+    program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray
+) -> np.ndarray:
+    rows, ticks, stages = program.rows, program.ticks, program.schedule.stages
+    stage, share = np.arange(stages), stages if costs.edges == "sharded" else 1
+    slowest_f = forward[stage, rows.f_chunk].max(axis=1)
+    slowest_b = backward[stage, rows.b_chunk].max(axis=1)
+    columns = {
+        "embed": ticks.any_embed * costs.embed / share,
+        "forward": ticks.any_forward * slowest_f,
+        "head": ticks.any_head * costs.head / share,
+        "backward": ticks.any_backward * slowest_b,
+        "embed_backward": ticks.any_embed_backward * costs.embed_backward / share,
+        "hop": (ticks.any_hop * 1.0 + ticks.any_gradient_hop) * costs.hop,
+    }
+    return np.stack([columns[phase] for phase in PHASES], axis=1)
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def draw_text(schedule: Schedule) -> str:
+    """Returns a line of forwards and one of backwards a stage, a column a tick, "." for nothing."""
+    count = len(schedule.table)
+    lines = [f"{'tick':12}", *(f"stage {s:<3} {w} " for s in range(schedule.stages) for w in "FB")]
+    for tick in range(count):
+        cells = [str(tick)]
+        for stage in range(schedule.stages):
+            cells += [label or "." for label in schedule.labels(tick, stage)]
+        width = max(map(len, cells)) + 1
+        lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+_ROW, _LEFT, _TOP = 24, 64, 30  # pixels
+_STYLE = (
+    "text{font:11px system-ui,sans-serif;fill:#222}.n{fill:#fff;text-anchor:middle}"
+    ".f{fill:#2f6fb7}.b{fill:#b3572a}.i{fill:#8882}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+)
+
+
+def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960) -> str:
+    """Returns the timeline as one SVG element without outside references.
+
+    A row is a stage, x is time: forwards blue, backwards orange, later chunks paler, idle grey.
+
+    Raises:
+      ScheduleError: an invalid table has no timeline.
+    """
+    result = simulate(schedule, costs)
+    if result.faults:
+        raise ScheduleError(result.faults)
+    ends = result.phases.cumsum().reshape(result.phases.shape)
+    scale = (width - _LEFT) / result.time
+    title = html.escape(
+        f"{schedule.name or 'schedule'}: {schedule.stages} stages, {schedule.microbatches} "
+        f"microbatches, {schedule.chunks} chunks · {result.ticks} ticks, bubble "
+        f"{result.bubble:.1%}, live inputs {max(result.live_inputs)}"
+    )
+    height = _TOP + _ROW * schedule.stages
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{title}"><title>{title}</title><style>{_STYLE}</style>'
+        f'<text x="0" y="14">{title}</text>'
+    ]
+    for stage in range(schedule.stages):
+        y = _TOP + _ROW * stage
+        parts.append(f'<text x="0" y="{y + 14}">stage {stage}</text>')
+        parts.append(
+            f'<rect class="i" x="{_LEFT}" y="{y}" width="{width - _LEFT}" height="{_ROW - 4}"/>'
+        )
+    for tick, stage, slot in np.argwhere(schedule.table >= 0).tolist():
+        phase = PHASES.index("backward" if slot else "forward")
+        long = result.phases[tick, phase] * scale
+        left = _LEFT + ends[tick, phase] * scale - long
+        label = schedule.labels(tick, stage)[slot]
+        chunk = schedule.table[tick, stage, slot] % schedule.chunks
+        parts.append(
+            _box("fb"[slot], left, _TOP + _ROW * stage, long, label, 1 - 0.15 * (chunk % 5))
+        )
+    return "".join(parts) + "</svg>\n"
+
+
+def _box(kind: str, x: float, y: float, width: float, label: str, opacity: float) -> str:
+    """Returns a bar, with its label where that fits."""
+    faint = f' opacity="{opacity:.2f}"' if opacity < 1 else ""
+    bar = (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" '
+        f'height="{_ROW - 4}"{faint}/>'
+    )
+    if width < 7 * len(label):
+        return bar
+    return bar + f'<text class="n" x="{x + width / 2:.1f}" y="{y + 14}">{label}</text>'

@@ -1,0 +1,308 @@
+"""Schedules as tables: what they are, generators, files and the checker.
+
+`table[tick, stage, slot]` is `microbatch * chunks + chunk`, or -1 for none; slot 0 is a forward,
+slot 1 a backward, done after it in the same tick. Chunk c of stage s is *place* c * stages + s of
+the chain of layers, so that every hop goes to the next stage of a ring. What is read across stages
+arrives one tick later; the last place may do F and B of a microbatch in one tick.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FORWARD, BACKWARD = 0, 1
+FORMAT = "jaxdist.schedule"
+
+_Op = tuple[int, int, int]  # slot, microbatch, place
+_WORDS = ("forward", "backward")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be; `faults` are lines: what was given, what is required."""
+
+    def __init__(self, faults: Iterable[str]):
+        self.faults = tuple(faults)
+        super().__init__("\n".join(self.faults))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """When each stage does what: `table` is int32 [ticks, stages, 2], see the head of this file."""
+
+    stages: int
+    microbatches: int
+    chunks: int
+    table: np.ndarray
+    name: str = ""
+
+    def labels(self, tick: int, stage: int) -> tuple[str, str]:
+        """Returns "microbatch" or "microbatch.chunk" of the forward and the backward, or ""."""
+        ops = (divmod(int(entry), self.chunks) for entry in self.table[tick, stage])
+        texts = [f"{i}.{chunk}" if self.chunks > 1 else f"{i}" for i, chunk in ops]
+        forward, backward = np.where(self.table[tick, stage] >= 0, texts, "").tolist()
+        return forward, backward
+
+
+# Generators: a row here is a schedule. ------------------------------------------------------------
+
+
+def _gpipe(stages: int, microbatches: int, chunks: int) -> np.ndarray:
+    """Returns all forwards, then all backwards; every input of a step lives at once."""
+    index, half = np.arange(microbatches), microbatches + stages - 1
+    table = np.full((2 * half, stages, 2), -1, np.int32)
+    for stage in range(stages):
+        table[stage + index, stage, FORWARD] = index
+        table[half + stages - 1 - stage + index, stage, BACKWARD] = index
+    return table
+
+
+def _interleaved(stages: int, microbatches: int, chunks: int) -> np.ndarray:
+    """Returns fused 1F1B over `chunks` places a stage; with one chunk it is plain fused 1F1B.
+
+    The order is Megatron's: groups of `stages` microbatches pass through chunk 0, 1, ...; the last
+    place does F and B of a microbatch in one tick, so a stage holds no input longer than needed.
+    """
+    index = np.arange(microbatches * chunks)
+    microbatch = index // (stages * chunks) * stages + index % stages
+    chunk = index // stages % chunks
+    turn = chunks * stages - 1  # the tick in which the last place meets the first microbatch
+    table = np.full((len(index) + turn + stages - 1, stages, 2), -1, np.int32)
+    for stage in range(stages):
+        table[stage + index, stage, FORWARD] = microbatch * chunks + chunk
+        start = turn + stages - 1 - stage
+        table[start + index, stage, BACKWARD] = microbatch * chunks + chunks - 1 - chunk
+    return table
+
+
+class Generator(NamedTuple):
+    """How a named schedule is made, and whether it takes chunks (then in whole groups)."""
+
+    build: Callable[[int, int, int], np.ndarray]
+    chunked: bool
+
+
+SCHEDULES = {
+    "gpipe": Generator(_gpipe, chunked=False),
+    "1f1b": Generator(_interleaved, chunked=False),
+    "interleaved": Generator(_interleaved, chunked=True),
+}
+
+
+def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Returns a valid schedule: a name of `SCHEDULES`, or the path of a file (`*.json`).
+
+    Raises:
+      ScheduleError: all that the numbers or the file violate, in the words of the config keys.
+    """
+    if name.endswith(".json"):
+        return _read_for(Path(name), stages, microbatches, chunks)
+    sizes = {"mesh.pipeline": stages, "microbatches": microbatches, "chunks": chunks}
+    faults = [f"{key} is {n}; at least 1 is required" for key, n in sizes.items() if n < 1]
+    kind = SCHEDULES.get(name)
+    if kind is None:
+        known = ", ".join(SCHEDULES)
+        faults.append(f"pipeline.schedule is {name!r}; required: {known} or a path that ends .json")
+    elif not faults and chunks > 1 and not kind.chunked:
+        faults.append(
+            f"pipeline.chunks is {chunks} and {name} has one chunk a stage; "
+            "set pipeline.chunks=1 or pipeline.schedule=interleaved"
+        )
+    elif not faults and kind.chunked and microbatches % stages:
+        below = microbatches // stages * stages
+        near = f"{below} or {below + stages}" if below else f"{stages}"
+        faults.append(
+            f"pipeline.microbatches is {microbatches} and interleaved works in groups of "
+            f"{stages}, one microbatch a stage; set it to {near}, or pipeline.schedule=1f1b"
+        )
+    if faults or kind is None:
+        raise ScheduleError(faults)
+    table = kind.build(stages, microbatches, chunks)
+    return Schedule(stages, microbatches, chunks, table, name)
+
+
+# Files: {"format", "version": 1, "name", "stages", "microbatches", "chunks", "ticks"}, where ticks
+# is a list of ticks, a tick a list of one cell a stage, and a cell "F3.1 B0.0" (microbatch.chunk),
+# either half or both absent; ".chunk" may be left out where there is one chunk. -------------------
+
+_CELL = re.compile(r"(?:F(\d+)(?:\.(\d+))?)?\s*(?:B(\d+)(?:\.(\d+))?)?", re.ASCII)
+
+
+def _read_for(path: Path, stages: int, microbatches: int, chunks: int) -> Schedule:
+    schedule = read_schedule(path)
+    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    faults = [
+        f"{path} is for {getattr(schedule, key)} {key}, the configuration has {value}"
+        for key, value in asked.items()
+        if getattr(schedule, key) != value
+    ]
+    if faults := faults or [f"{path}: {fault}" for fault in check(schedule)]:
+        raise ScheduleError(faults)
+    return schedule
+
+
+def read_schedule(path: Path) -> Schedule:
+    """Returns the table of a file, well-formed but not yet checked: see `check`.
+
+    Raises:
+      ScheduleError: the file cannot be read, or which keys and cells are malformed, all of them.
+    """
+    data = _read_head(path)
+    stages, microbatches, chunks = data["stages"], data["microbatches"], data["chunks"]
+    ticks: list[list[object]] = data["ticks"]
+    faults = []
+    if microbatches * chunks > len(ticks):  # also bounds the work on a file of wild numbers
+        work = f"{microbatches} microbatches x {chunks} chunks"
+        faults.append(f"{path}: {len(ticks)} ticks cannot hold {work}, one forward a tick")
+    entries = []
+    for t, row in enumerate(ticks):
+        if len(row) != stages:
+            faults.append(f"{path}: tick {t} has {len(row)} cells; {stages} are required")
+        parsed = [_parse_cell(cell, microbatches, chunks) for cell in row]
+        entries.append([cell or (-1, -1) for cell in parsed])
+        faults += [
+            f"{path}: tick {t}, stage {s}: {row[s]!r:.40} is no cell such as "
+            f"{'F3.1 B0.0' if chunks > 1 else 'F3 B0'!r}, microbatch < {microbatches}, "
+            f"chunk < {chunks}"
+            for s, cell in enumerate(parsed)
+            if cell is None
+        ]
+    if faults:
+        raise ScheduleError(faults)
+    table = np.array(entries, np.int32)
+    return Schedule(stages, microbatches, chunks, table, str(data.get("name") or path.stem))
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    """Returns the file's object once its sizes are integers >= 1 and its ticks lists."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ScheduleError([f"{path} cannot be read as a schedule: {error}"]) from None
+    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, 1):
+        raise ScheduleError([f'{path}: "format": "{FORMAT}", "version": 1 are required'])
+    faults = [
+        f"{path}: {key} is {data.get(key)!r:.40}; an integer >= 1 is required"
+        for key in ("stages", "microbatches", "chunks")
+        if type(data.get(key)) is not int or data[key] < 1
+    ]
+    ticks = data.get("ticks")
+    if not isinstance(ticks, list) or not all(isinstance(row, list) for row in ticks):
+        faults.append(f"{path}: ticks must be a list of ticks, each a list of one cell a stage")
+    if faults:
+        raise ScheduleError(faults)
+    return data
+
+
+def _parse_cell(cell: object, microbatches: int, chunks: int) -> tuple[int, int] | None:
+    """Returns the entries of both slots, or None if the cell is malformed or out of range."""
+    match = _CELL.fullmatch(cell.strip()) if isinstance(cell, str) and len(cell) < 64 else None
+    if match is None:
+        return None
+    entries = []
+    for microbatch, chunk in (match.group(1, 2), match.group(3, 4)):
+        if microbatch is None:
+            entries.append(-1)
+        elif int(microbatch) >= microbatches or int(chunk or 0) >= chunks:
+            return None
+        elif chunk is None and chunks > 1:
+            return None
+        else:
+            entries.append(int(microbatch) * chunks + int(chunk or 0))
+    return entries[0], entries[1]
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Writes the file that `read_schedule` reads; an existing file raises FileExistsError."""
+    rows = [
+        json.dumps([_cell(*schedule.labels(tick, stage)) for stage in range(schedule.stages)])
+        for tick in range(len(schedule.table))
+    ]
+    head = {"format": FORMAT, "version": 1, "name": schedule.name, "stages": schedule.stages}
+    head |= {"microbatches": schedule.microbatches, "chunks": schedule.chunks}
+    body = json.dumps(head)[:-1] + ', "ticks": [\n' + ",\n".join(rows) + "\n]}\n"
+    with path.open("x") as file:
+        file.write(body)
+
+
+def _cell(forward: str, backward: str) -> str:
+    return " ".join(["F" + forward] * bool(forward) + ["B" + backward] * bool(backward))
+
+
+# The checker --------------------------------------------------------------------------------------
+
+
+def check(schedule: Schedule) -> list[str]:
+    """Returns all that makes a table invalid, one line each with tick and stage; [] if it is valid.
+
+    Valid: every forward and backward stands exactly once; each comes late enough for what it reads
+    (a hop takes one tick, dh none). That is also freedom from deadlock; where an input comes too
+    late, a last line tells whether stages that wait for each other would never get it.
+    """
+    p, m, v, table = schedule.stages, schedule.microbatches, schedule.chunks, schedule.table
+    if min(p, m, v) < 1 or table.ndim != 3 or table.shape[1:] != (p, 2):
+        return [f"the table is {table.shape} for {p} stages; [ticks, stages, 2] is required"]
+    if not np.issubdtype(table.dtype, np.integer):
+        return [f"the table is {table.dtype}; integers are required"]
+    faults = [
+        f"tick {t}, stage {s}: {_WORDS[slot]} entry {table[t, s, slot]} is outside -1..{m * v - 1}"
+        for t, s, slot in np.argwhere((table < -1) | (table >= m * v)).tolist()
+    ]
+    found: dict[_Op, list[int]] = {}
+    for t, s, slot in np.argwhere((table >= 0) & (table < m * v)).tolist():
+        microbatch, chunk = divmod(int(table[t, s, slot]), v)
+        found.setdefault((slot, microbatch, chunk * p + s), []).append(t)
+    wanted = [(slot, i, k) for slot in (FORWARD, BACKWARD) for i in range(m) for k in range(p * v)]
+    for op in wanted:
+        ticks = found.get(op, [])
+        if len(ticks) != 1:
+            where = f"stands in ticks {', '.join(map(str, ticks))}" if ticks else "is missing"
+            faults.append(f"{_describe(op, p)} {where}; exactly once is required")
+    once = {op: ticks[0] for op, ticks in found.items()}
+    late = [
+        f"tick {once[op]}: {_describe(op, p)} needs {_describe(need, p)} in tick "
+        f"{once[op] - delay} or before; it is in tick {once[need]}"
+        for op in sorted(once, key=lambda op: once[op])
+        for need, delay in _needs(op, p * v)
+        if need in once and once[need] + delay > once[op]
+    ]
+    return faults + late + ([] if faults or not late else _deadlock(once, p, v))
+
+
+def _describe(op: _Op, stages: int) -> str:
+    slot, microbatch, place = op
+    chunk, stage = divmod(place, stages)
+    return f"{_WORDS[slot]} of microbatch {microbatch}, chunk {chunk} on stage {stage}"
+
+
+def _needs(op: _Op, places: int) -> list[tuple[_Op, int]]:
+    """Returns the ops that `op` reads from, each with the ticks that must lie between."""
+    slot, microbatch, place = op
+    if slot == FORWARD:
+        return [((FORWARD, microbatch, place - 1), 1)] if place else []
+    own: list[tuple[_Op, int]] = [((FORWARD, microbatch, place), 0)]
+    return own + ([((BACKWARD, microbatch, place + 1), 1)] if place < places - 1 else [])
+
+
+def _deadlock(once: dict[_Op, int], stages: int, chunks: int) -> list[str]:
+    """Returns the circle of waiting if stages that keep their order, but wait, never finish."""
+    order = sorted(once, key=lambda op: (once[op], op[0]))
+    queues = [[op for op in reversed(order) if op[2] % stages == s] for s in range(stages)]
+    done: set[_Op] = set()
+
+    def waits_for(queue: list[_Op]) -> _Op | None:
+        needs = _needs(queue[-1], stages * chunks)
+        return next((need for need, _ in needs if need not in done), None)
+
+    while ready := [queue for queue in queues if queue and waits_for(queue) is None]:
+        done.update(queue.pop() for queue in ready)
+    stuck = [
+        f"{_describe(queue[-1], stages)} waits for {_describe(need, stages)}"
+        for queue in queues
+        if queue and (need := waits_for(queue))
+    ]
+    return ["deadlock, even if stages wait for their inputs: " + "; ".join(stuck)] if stuck else []
