@@ -215,9 +215,7 @@ def attention(q_BSHN, k_BSKN, v_BSKN, kernel: str):
     """Returns causal grouped-query attention, [T, H * N]."""
     B, S, H, N = q_BSHN.shape
     if kernel == "cudnn":
-        mixed = jax.nn.dot_product_attention(
-            q_BSHN, k_BSKN, v_BSKN, is_causal=True, implementation="cudnn"
-        )
+        mixed = jax.nn.dot_product_attention(q_BSHN, k_BSKN, v_BSKN, is_causal=True, implementation="cudnn")
         return mixed.reshape(B * S, H * N)
     K = k_BSKN.shape[2]
     q = (q_BSHN * N**-0.5).reshape(B, S, K, H // K, N).transpose(0, 2, 3, 1, 4)
@@ -353,9 +351,7 @@ def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Opt
         scale = options.clip_norm / jnp.maximum(norm, options.clip_norm)
         grads = jax.tree.map(lambda g: g * scale, grads)
     update = partial(adamw, step=state.step, learning_rate=learning_rate)
-    leaves = jax.tree_util.tree_map_with_path(
-        update, state.params, grads, state.first, state.second
-    )
+    leaves = jax.tree_util.tree_map_with_path(update, state.params, grads, state.first, state.second)
     new = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), leaves)
     return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
 

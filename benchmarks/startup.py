@@ -38,9 +38,7 @@ def main() -> None:
         rounds = [one_round(folder, flags, number) for number in range(flags.rounds)]
     record = measuring.record_head(sys.argv[1:]) | {"shape": flags.shape, "rounds": rounds}
     for kind in ("cold", "warm"):
-        pairs = [
-            [measuring.Timing(*r[kind][s]) for r in rounds] for s in ("jaxdist", "handwritten")
-        ]
+        pairs = [[measuring.Timing(*r[kind][s]) for r in rounds] for s in ("jaxdist", "handwritten")]
         record[kind] = {
             side: measuring.quartiles([t.wall_s for t in times])
             for side, times in zip(("jaxdist", "handwritten"), pairs, strict=True)
@@ -88,9 +86,7 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
         "    config.checkpoint.save_at_end = False\n    return config\n",
     ]
     (folder / "start.py").write_text("\n".join(lines))
-    np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16).tofile(
-        folder / "tokens.bin"
-    )
+    np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16).tofile(folder / "tokens.bin")
 
 
 def one_round(folder: Path, flags: argparse.Namespace, number: int) -> dict:
@@ -124,9 +120,7 @@ def start(side: str, cache: Path, workdir: Path, shape: str) -> measuring.Timing
     }
     began = time.perf_counter()
     with open(workdir.with_suffix(".log"), "wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     metrics = workdir / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):
         if process.poll() is not None or time.perf_counter() - began > LIMIT_S:

@@ -283,9 +283,7 @@ def summary(shape, options, flags, sides, times, inner: int) -> dict:
         },
         "ratio": measuring.ratios(times[0], times[1]) if len(sides) == 2 else None,
         "first_loss_difference": abs(sides[0].first_loss - sides[-1].first_loss),
-        "last_loss_difference": abs(
-            float(sides[0].metrics["loss"]) - float(sides[-1].metrics["loss"])
-        ),
+        "last_loss_difference": abs(float(sides[0].metrics["loss"]) - float(sides[-1].metrics["loss"])),
     }
 
 

@@ -127,9 +127,7 @@ def docs(source: Any) -> dict[str, str]:
     return found
 
 
-def _comments_by_name(
-    tree: ast.AST, trailing: dict[int, str], alone: dict[int, str]
-) -> dict[str, str]:
+def _comments_by_name(tree: ast.AST, trailing: dict[int, str], alone: dict[int, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in ast.walk(tree):  # breadth first: a field wins over a method's parameter
         if isinstance(node, (ast.AnnAssign, ast.arg)):

@@ -146,9 +146,7 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
                 sampling=sampling,
             )
         )
-        return [
-            Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))
-        ]
+        return [Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))]
 
     return generate
 
@@ -200,18 +198,14 @@ def _generate(
         logits, cache = model.decode(now.last_B[:, None], now.cache)
         position_keys_B = jax.vmap(jax.random.fold_in)(keys_B, cache.length)
         token_B = choose(logits[:, 0], position_keys_B, sampling)
-        chosen_BM = jax.lax.dynamic_update_slice(
-            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step)
-        )
+        chosen_BM = jax.lax.dynamic_update_slice(now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step))
         counts_B = now.counts_B + ~now.done_B
         done_B = now.done_B | _is_end(token_B, sampling)
         return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
 
     padding_B = jnp.arange(B) >= num_rows
     zeros_B = jnp.zeros(B, jnp.int32)
-    start = _Progress(
-        jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B
-    )
+    start = _Progress(jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B)
     end = jax.lax.while_loop(unfinished, one_token, start)
     return end.chosen_BM, end.counts_B, end.done_B
 
@@ -259,10 +253,7 @@ def _in_compute_dtype(spec: Spec, trainable: Tree, model_state: Tree, compute: s
         return spec.assemble(precision.cast(trainable, compute), model_state)
     leaves, structure = jax.tree.flatten(trainable)
     names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
-    cast = [
-        precision.cast(x, compute) if len(own) > 1 else x
-        for x, own in zip(leaves, names, strict=True)
-    ]
+    cast = [precision.cast(x, compute) if len(own) > 1 else x for x, own in zip(leaves, names, strict=True)]
     return spec.assemble(jax.tree.unflatten(structure, cast), model_state)
 
 
@@ -297,9 +288,7 @@ def _check(
         raise ConfigError(faults)
 
 
-def _padded(
-    rows: list[np.ndarray], shards: int, longest: int | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _padded(rows: list[np.ndarray], shards: int, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Returns the prompts [B, P] with zeros to the right, and their lengths [B]."""
     per_shard = -(-len(rows) // shards)
     batch_size = shards * _bucket(per_shard, smallest=1)

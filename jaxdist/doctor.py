@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import dataclasses
 import json
 import os
 import platform as host
@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,46 +43,40 @@ def main(arguments: list[str] | None = None) -> int:
 
 def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns everything that the doctor looks at, as plain JSON values, by section."""
-    platform = hardware.detect_platform(environ)
     try:
         devices, trouble = jax.devices(), None
     except Exception as error:  # plugins fail in many ways, and this is what one asks the doctor
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
-    chip = hardware.chip_for(devices[0].device_kind) if devices else None
+    kind = devices[0].device_kind if devices else "no device"
+    chip = hardware.chip_for(kind)
     versions = _versions()
     return {
-        "devices": _devices(devices, trouble, environ),
+        "devices": {
+            "platform": devices[0].platform if devices else None,
+            "device_kind": kind,
+            "count": len(devices),
+            "slices": count_slices(devices) if devices else 0,
+            "processes": jax.process_count() if devices else 0,
+            "launcher": machine.detect_launcher(environ) or "none: one process",
+            "trouble": trouble,
+        },
         "versions": versions | {"faults": version_faults(versions)},
-        "chip": _chip(devices, chip),
+        "chip": chip and _chip(chip, devices[0]),
         "host": {
             "cpus": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
         "disk": _disk(environ),
         "extras": {
-            module: {"present": _is_there(module), "install": f'pip install "jaxdist[{extra}]"'}
+            module: "present" if find_spec(module) else f'missing: pip install "jaxdist[{extra}]"'
             for module, extra in sorted(extras.EXTRAS.items())
         },
-        "flags": _flags(platform, environ),
-        "mfu": mfu_meaning(devices[0].device_kind if devices else "no device", chip),
+        "flags": _flags(environ),
+        "mfu": mfu_meaning(kind, chip),
     }
 
 
 # --- sections -------------------------------------------------------------------------------------
-
-
-def _devices(
-    devices: list[jax.Device], trouble: str | None, environ: Mapping[str, str]
-) -> dict[str, Any]:
-    return {
-        "platform": devices[0].platform if devices else None,
-        "device_kind": devices[0].device_kind if devices else None,
-        "count": len(devices),
-        "slices": count_slices(devices) if devices else 0,
-        "processes": jax.process_count() if devices else 0,
-        "launcher": machine.detect_launcher(environ) or "none: one process",
-        "trouble": trouble,
-    }
 
 
 def _versions() -> dict[str, str | None]:
@@ -129,66 +124,40 @@ def required_libtpu(requirements: list[str]) -> str | None:
     return None
 
 
-def _chip(devices: list[jax.Device], chip: hardware.Chip | None) -> dict[str, Any] | None:
-    if chip is None:
-        return None
-    return {
-        "name": chip.name,
-        "peak_flops_per_s": dict(chip.peak_flops_per_s),
-        "hbm_bytes": chip.hbm_bytes,
-        "usable_hbm_bytes": chip.compiler_hbm_bytes or _bytes_limit(devices[0]),
-        "hbm_bytes_per_s": chip.hbm_bytes_per_s,
-        "link": chip.link,
-        "num_links": chip.num_links,
-        "link_bytes_per_s": chip.link_bytes_per_s,
-        "source": chip.source,
-    }
-
-
-def _bytes_limit(device: jax.Device) -> int | None:
-    """Returns what the runtime will let a program have, where it says so."""
-    return (device.memory_stats() or {}).get("bytes_limit")
+def _chip(chip: hardware.Chip, device: jax.Device) -> dict[str, Any]:
+    limit = (device.memory_stats() or {}).get("bytes_limit")  # where the runtime says so
+    return dataclasses.asdict(chip) | {"usable_hbm_bytes": chip.compiler_hbm_bytes or limit}
 
 
 def _disk(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    compiled = machine.compile_cache_folder(environ)
     chosen = environ.get("JAX_COMPILATION_CACHE_DIR")
     folders = {
         "runs": Path("runs").absolute(),
         "tokenised data": DataConfig().cache_folder(),
-        "compiled programs": compiled or (Path(chosen) if chosen else None),
+        "compiled programs": machine.compile_cache_folder(environ) or (chosen and Path(chosen)),
     }
-    return {
-        name: {"folder": str(folder or "off"), **(_free(folder) if folder else {})}
-        for name, folder in folders.items()
-    }
+    report: dict[str, dict[str, Any]] = {}
+    for name, folder in folders.items():
+        report[name] = {"folder": str(folder or "off")}
+        if folder:  # of the file system that holds, or would hold it
+            existing = next(f for f in (folder, *folder.parents, Path(".")) if f.exists())
+            report[name]["free_bytes"] = shutil.disk_usage(existing).free
+            report[name]["writable"] = os.access(existing, os.W_OK)
+    return report
 
 
-def _free(folder: Path) -> dict[str, Any]:
-    """Returns free bytes of the file system that holds, or would hold, a folder."""
-    existing = next((f for f in (folder, *folder.parents) if f.exists()), Path("."))
-    return {
-        "free_bytes": shutil.disk_usage(existing).free,
-        "writable": os.access(existing, os.W_OK),
-    }
-
-
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _flags(platform: hardware.Platform, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    platform = hardware.detect_platform(environ)
     changes = hardware.flag_environment(platform, environ)
     return [
         {
-            "setting": " ".join(filter(None, (flag.variable, flag.name))),
+            "setting": flag.setting,
             "value": flag.value,
-            "set_by_train": flag.variable in changes
-            and (flag.name or flag.value) in changes[flag.variable],
+            "set_by_train": (flag.name or flag.value) in changes.get(flag.variable, ""),
             "why": flag.why,
             "source": flag.source,
         }
-        for flag in hardware.platform_flags(platform)
+        for flag in hardware.FLAGS[platform]
     ]
 
 
@@ -205,68 +174,31 @@ def mfu_meaning(device_kind: str, chip: hardware.Chip | None) -> str:
     )
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
 def as_text(report: Mapping[str, Any]) -> str:
-    """Returns the report for people, section by section."""
-    devices, versions, chip = report["devices"], dict(report["versions"]), report["chip"]
-    faults = versions.pop("faults")
-    sections = {
-        "devices": [
-            f"{devices['count']} x {devices['device_kind']} ({devices['platform']}), "
-            f"{devices['slices']} slice(s), {devices['processes']} process(es)",
-            f"launcher: {devices['launcher']}",
-            *([f"TROUBLE: {devices['trouble']}"] if devices["trouble"] else []),
-        ],
-        "versions": [
-            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-            *(f"MISMATCH: {fault}" for fault in faults),
-            *([] if faults else ["jax, jaxlib and plugins belong together"]),
-        ],
-        "chip": _chip_lines(chip),
-        "host": [
-            f"{report['host']['cpus']} CPUs, {report['host']['memory_bytes'] / GIB:.1f} GiB memory"
-        ],
-        "disk": [_disk_line(name, place) for name, place in report["disk"].items()],
-        "extras": [
-            f"{module}: " + ("present" if found["present"] else f"missing; {found['install']}")
-            for module, found in report["extras"].items()
-        ],
-        "flags that train sets": [_flag_line(flag) for flag in report["flags"]] or ["none"],
-        "mfu": [report["mfu"]],
-    }
-    return "\n".join(
-        line for name, lines in sections.items() for line in (name, *(f"  {x}" for x in lines))
-    )
+    """Returns the report for people, section by section; what is None is left out."""
+    lines = []
+    for name, section in report.items():
+        lines.append(name)
+        if isinstance(section, dict):
+            known = {key: value for key, value in section.items() if value is not None}
+            lines += [f"  {key}: {_text(f'{name}.{key}', value)}" for key, value in known.items()]
+        else:
+            items = section if isinstance(section, list) else [section]
+            lines += [f"  {_text(name, item)}" for item in items or ["none"]]
+    return "\n".join(lines)
 
 
-def _chip_lines(chip: Mapping[str, Any] | None) -> list[str]:
-    if chip is None:
-        return ["peak, memory and links unknown: MFU will be null"]
-    peaks = (f"{dtype} {peak / 1e12:g}" for dtype, peak in chip["peak_flops_per_s"].items())
-    usable = chip["usable_hbm_bytes"]
-    return [
-        f"{chip['name']}, per device: peak TFLOP/s {', '.join(peaks)}",
-        f"memory {chip['hbm_bytes'] / GIB:.1f} GiB"
-        + (f", {usable / GIB:.2f} GiB usable" if usable else "")
-        + f", {chip['hbm_bytes_per_s'] / 1e9:g} GB/s",
-        f"links: {chip['num_links']} x {chip['link']}, {chip['link_bytes_per_s'] / 1e9:g} GB/s "
-        "each way",
-        f"source: {chip['source']}",
-    ]
-
-
-def _disk_line(name: str, place: Mapping[str, Any]) -> str:
-    if "free_bytes" not in place:
-        return f"{name}: {place['folder']}"
-    blocked = "" if place["writable"] else " (NOT WRITABLE)"
-    return f"{name}: {place['folder']}, {place['free_bytes'] / GIB:.1f} GiB free{blocked}"
-
-
-def _flag_line(flag: Mapping[str, Any]) -> str:
-    kept = "" if flag["set_by_train"] else " (your own value stays)"
-    return f"{flag['setting']}={flag['value']}{kept}: {flag['why']} [{flag['source']}]"
+def _text(path: str, value: object) -> str:
+    """Returns a value with the unit that its name tells."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_text(path, item) for item in value) or "none"
+    if "flops_per_s" in path:
+        return f"{value / 1e12:g} TFLOP/s"  # type: ignore[operator]
+    if "bytes_per_s" in path:
+        return f"{value / 1e9:g} GB/s"  # type: ignore[operator]
+    return f"{value / GIB:.2f} GiB" if "bytes" in path else str(value)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -84,9 +84,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _shard_bytes(tree: Any) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _against_capacity(size: int, device: jax.Device) -> str:
@@ -109,8 +107,7 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     batch = recipe.text_batch(run, run.batch.global_size)
     where = built.batch_shardings(batch)
     abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])
-        for name, x in batch.items()
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in batch.items()
     }
     lowered = built.step.lower(built.abstract_state, abstract)
     try:

@@ -23,9 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     if run is None:
         return inference.EXIT_NO_CHECKPOINT
     lead = jax.process_index() == 0
-    found = run.evaluate(
-        validation_tokens=flags.validation_tokens, watch=_Progress() if lead else None
-    )
+    found = run.evaluate(validation_tokens=flags.validation_tokens, watch=_Progress() if lead else None)
     if lead:
         print(_as_json(found) if flags.json else _as_text(found))
     return 0

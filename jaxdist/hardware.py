@@ -1,8 +1,8 @@
 """Facts about chips, and the flags each platform starts with, every row with its source.
 
 Numbers are dense (no sparsity) and of ONE JAX DEVICE, so they may be multiplied by a device count;
-a chip that shows up as two devices (`devices_per_chip=2`) has its datasheet halved. Only links are
-of the whole chip. An unknown chip is None: nothing is ever guessed. Nothing here imports jax.
+a chip that shows up as two devices has its datasheet halved. Only links are of the whole chip. An
+unknown chip is None: nothing is ever guessed. Nothing here imports jax.
 """
 
 import dataclasses
@@ -21,17 +21,13 @@ class Chip:
 
     name: str
     device_kinds: tuple[str, ...]  # jax.Device.device_kind
-    peak_flops_per_s: Mapping[
-        str, float
-    ]  # by dtype; a dtype without an entry has no published peak
+    peak_flops_per_s: Mapping[str, float]  # by dtype; one without an entry has no published peak
     hbm_bytes: int  # as sold; what a program may use is less
     hbm_bytes_per_s: float
     source: str
     link: str  # what joins the chips of one slice or node: ICI, NVLink or PCIe
     link_bytes_per_s: float  # of one link of the chip, one direction
     num_links: int  # of the chip; a torus has two for each of its dims
-    devices_per_chip: int = 1
-    clock_hz: float | None = None  # at which the compiler's cycles reach the peak; None: unknown
     compiler_hbm_bytes: int | None = None  # above it libtpu 0.0.42.1 refuses a program (measured)
 
     def peak(self, dtype: str) -> float | None:
@@ -45,27 +41,31 @@ _BOOK = "; links: How to Scale Your Model, 'How to Think About TPUs'"
 _JAX = "; low precision: jax 0.10.2 pallas tpu_info"
 
 
-def _tpu(name: str, kinds: tuple[str, ...], *, bf16: float, **fields) -> Chip:
-    """Returns a TPU row from numbers of the whole chip: TFLOP/s, GiB, GB/s of HBM and per link."""
-    share = fields.get("devices_per_chip", 1)
-    peaks = {"bfloat16": bf16} | {k: fields.pop(k) for k in ("int8", "float8") if k in fields}
+def _tpu(
+    name: str, kinds: tuple[str, ...], peaks: dict[str, float], gib: float, hbm: float,
+    links: tuple[int, float], usable_gib: float, source: str, *, devices: int = 1,
+) -> Chip:  # fmt: skip
+    """Returns a TPU row from the chip's TFLOP/s by dtype, GiB, GB/s of memory, and of each link.
+
+    `usable_gib` is of one of its `devices`.
+    """
     return Chip(
         name=name,
         device_kinds=kinds,
-        peak_flops_per_s={dtype: value * _T / share for dtype, value in peaks.items()},
-        hbm_bytes=int(fields.pop("gib") * _GIB / share),
-        hbm_bytes_per_s=fields.pop("hbm") * _G / share,
+        peak_flops_per_s={dtype: value * _T / devices for dtype, value in peaks.items()},
+        hbm_bytes=int(gib * _GIB / devices),
+        hbm_bytes_per_s=hbm * _G / devices,
+        source=source,
         link="ICI",
-        link_bytes_per_s=fields.pop("link") * _G,
-        clock_hz=fields.pop("ghz") * _G,
-        compiler_hbm_bytes=int(fields.pop("usable_gib") * _GIB),
-        **fields,
+        link_bytes_per_s=links[1] * _G,
+        num_links=links[0],
+        compiler_hbm_bytes=int(usable_gib * _GIB),
     )
 
 
 def _gpu(
     name: str, kinds: tuple[str, ...], peaks: dict[str, float], gb: float, hbm: float,
-    link: tuple[str, float], source: str, ghz: float | None = None,
+    link: tuple[str, float], source: str,
 ) -> Chip:  # fmt: skip
     """Returns a GPU row from TFLOP/s by dtype, GB, GB/s of memory, one-way GB/s of all links."""
     return Chip(
@@ -74,11 +74,10 @@ def _gpu(
         peak_flops_per_s={dtype: value * _T for dtype, value in peaks.items()},
         hbm_bytes=int(gb * _G),
         hbm_bytes_per_s=hbm * _G,
+        source=source,
         link=link[0],
         link_bytes_per_s=link[1] * _G,
         num_links=1,
-        source=source,
-        clock_hz=ghz and ghz * _G,
     )
 
 
@@ -98,30 +97,30 @@ _V100 = "NVIDIA V100 Tensor Core GPU datasheet"
 
 # fmt: off
 CHIPS: tuple[Chip, ...] = (
-    _tpu("TPU v2", ("TPU v2",), bf16=46, gib=16, hbm=700, link=62, num_links=4, ghz=0.7,
-         usable_gib=7.48, devices_per_chip=2, source=_CACM + "496 Gbit/s per link and direction"),
-    _tpu("TPU v3", ("TPU v3",), bf16=123, gib=32, hbm=900, link=82, num_links=4, ghz=0.94,
-         usable_gib=15.48, devices_per_chip=2, source=_CACM + "656 Gbit/s per link and direction"),
-    _tpu("TPU v4", ("TPU v4",), bf16=275, int8=275, gib=32, hbm=1228, link=45, num_links=6,
-         ghz=1.05, usable_gib=30.75, source=_CLOUD + "TPU v4 (megacore: one device)" + _BOOK),
-    _tpu("TPU v5e", ("TPU v5 lite", "TPU v5e"), bf16=197, int8=393, gib=16, hbm=819, link=45,
-         num_links=4, ghz=1.5, usable_gib=15.75, source=_CLOUD + "TPU v5e" + _BOOK),
-    _tpu("TPU v5p", ("TPU v5", "TPU v5p"), bf16=459, int8=918, gib=95, hbm=2765, link=90,
-         num_links=6, ghz=1.75, usable_gib=95.74, source=_CLOUD + "TPU v5p" + _BOOK + _JAX),
-    _tpu("TPU v6e", ("TPU v6 lite", "TPU v6e"), bf16=918, int8=1836, float8=918, gib=32, hbm=1640,
-         link=90, num_links=4, ghz=1.75, usable_gib=31.25, source=_CLOUD + "TPU v6e" + _BOOK),
-    _tpu("TPU 7x", ("TPU7x",), bf16=2307, float8=4614, gib=192, hbm=7380, link=90, num_links=6,
-         ghz=2.2, usable_gib=94.75, devices_per_chip=2, source=_CLOUD + "TPU7x (Ironwood)" + _BOOK),
+    _tpu("TPU v2", ("TPU v2",), {"bfloat16": 46}, 16, 700, (4, 62), 7.48,
+         _CACM + "496 Gbit/s per link and direction", devices=2),
+    _tpu("TPU v3", ("TPU v3",), {"bfloat16": 123}, 32, 900, (4, 82), 15.48,
+         _CACM + "656 Gbit/s per link and direction", devices=2),
+    _tpu("TPU v4", ("TPU v4",), {"bfloat16": 275, "int8": 275}, 32, 1228, (6, 45), 30.75,
+         _CLOUD + "TPU v4 (megacore: one device)" + _BOOK),
+    _tpu("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16, 819, (4, 45),
+         15.75, _CLOUD + "TPU v5e" + _BOOK),
+    _tpu("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95, 2765, (6, 90), 95.74,
+         _CLOUD + "TPU v5p" + _BOOK + _JAX),
+    _tpu("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
+         32, 1640, (4, 90), 31.25, _CLOUD + "TPU v6e" + _BOOK),
+    _tpu("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192, 7380, (6, 90), 94.75,
+         _CLOUD + "TPU7x (Ironwood)" + _BOOK, devices=2),
     _gpu("A100 40GB", ("NVIDIA A100-SXM4-40GB",), _AMPERE, 40, 1555, ("NVLink", 300), _A100),
     _gpu("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40, 1555, ("PCIe", 32), _A100),
     _gpu("A100 80GB", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 80, 2039, ("NVLink", 300), _A100),
     _gpu("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), _AMPERE, 80, 1935, ("PCIe", 32), _A100),
-    _gpu("H100 SXM", ("NVIDIA H100 80GB HBM3",), _HOPPER, 80, 3350, ("NVLink", 450), _H100, 1.83),
+    _gpu("H100 SXM", ("NVIDIA H100 80GB HBM3",), _HOPPER, 80, 3350, ("NVLink", 450), _H100),
     _gpu("H100 PCIe", ("NVIDIA H100 PCIe",),
          {"bfloat16": 756, "float16": 756, "tfloat32": 378, "float32": 51,
-          "float8": 1513, "int8": 1513}, 80, 2000, ("PCIe", 64), _H100, 1.62),
+          "float8": 1513, "int8": 1513}, 80, 2000, ("PCIe", 64), _H100),
     _gpu("H100 NVL", ("NVIDIA H100 NVL",), _HOPPER_NVL, 94, 3900, ("NVLink", 300), _H100),
-    _gpu("H200", ("NVIDIA H200",), _HOPPER, 141, 4800, ("NVLink", 450), _H200, 1.83),
+    _gpu("H200", ("NVIDIA H200",), _HOPPER, 141, 4800, ("NVLink", 450), _H200),
     _gpu("H200 NVL", ("NVIDIA H200 NVL",), _HOPPER_NVL, 141, 4800, ("NVLink", 450), _H200),
     _gpu("B200", ("NVIDIA B200",),
          {"bfloat16": 2250, "float16": 2250, "tfloat32": 1125, "float32": 75,
@@ -134,21 +133,21 @@ CHIPS: tuple[Chip, ...] = (
     _gpu("RTX 4090", ("NVIDIA GeForce RTX 4090",),
          {"bfloat16": 165.2, "float16": 165.2, "tfloat32": 82.6, "float32": 82.6,
           "float8": 330.3, "int8": 660.6}, 24, 1008, ("PCIe", 32),
-         "NVIDIA Ada GPU architecture whitepaper, float32 accumulation", 2.52),
+         "NVIDIA Ada GPU architecture whitepaper, float32 accumulation"),
     _gpu("L4", ("NVIDIA L4",),
          {"bfloat16": 121, "float16": 121, "tfloat32": 60, "float32": 30.3,
           "float8": 242.5, "int8": 242.5}, 24, 300, ("PCIe", 32),
-         "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)", 2.04),
+         "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)"),
     _gpu("T4", ("Tesla T4", "NVIDIA T4"), {"float16": 65, "float32": 8.1, "int8": 130}, 16, 320,
-         ("PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)", 1.59),
+         ("PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)"),
     _gpu("V100 16GB", ("Tesla V100-SXM2-16GB",), {"float16": 125, "float32": 15.7}, 16, 900,
-         ("NVLink", 150), _V100 + " (no bfloat16 units)", 1.53),
+         ("NVLink", 150), _V100 + " (no bfloat16 units)"),
     _gpu("V100 32GB", ("Tesla V100-SXM2-32GB",), {"float16": 125, "float32": 15.7}, 32, 900,
-         ("NVLink", 150), _V100 + " (no bfloat16 units)", 1.53),
+         ("NVLink", 150), _V100 + " (no bfloat16 units)"),
     _gpu("V100 16GB PCIe", ("Tesla V100-PCIE-16GB",), {"float16": 112, "float32": 14}, 16, 900,
-         ("PCIe", 16), _V100 + " (no bfloat16 units)", 1.38),
+         ("PCIe", 16), _V100 + " (no bfloat16 units)"),
     _gpu("V100 32GB PCIe", ("Tesla V100-PCIE-32GB",), {"float16": 112, "float32": 14}, 32, 900,
-         ("PCIe", 16), _V100 + " (no bfloat16 units)", 1.38),
+         ("PCIe", 16), _V100 + " (no bfloat16 units)"),
 )
 # fmt: on
 
@@ -165,17 +164,18 @@ def chip_for(device_kind: str) -> Chip | None:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One setting a platform starts with, and why.
+    """One setting a platform starts with, and why."""
 
-    `variable` is the environment variable; `name` is a flag inside it, or "" when the variable
-    itself is the setting.
-    """
-
-    variable: str
-    name: str
+    variable: str  # of the environment
+    name: str  # of a flag inside it; "" where the variable itself is the setting
     value: str
     why: str
     source: str
+
+    @property
+    def setting(self) -> str:
+        """The variable, and the flag inside it."""
+        return f"{self.variable} {self.name}".strip()
 
 
 # Each name was found in the binaries of jaxlib and the CUDA 13 plugin, 0.10.2 and 0.12.0, and each
@@ -183,47 +183,23 @@ class Flag:
 # the process. `xla_tpu_enable_async_collective_fusion` is left out on purpose: libtpu 0.0.50.1
 # refuses it on v5p and v6e, and it is the default where it helps.
 _TOOLBOX = "NVIDIA JAX Toolbox, "
-_MAXTEXT = "MaxText benchmarks/xla_flags_library.py, "
-_FLAGS: Mapping[str, tuple[Flag, ...]] = {
+_MAXTEXT = "MaxText benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP"
+FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
     "gpu": (
-        Flag(
-            variable="XLA_FLAGS",
-            name="--xla_gpu_enable_latency_hiding_scheduler",
-            value="true",
-            why="moves collectives so that they overlap with compute",
-            source=_TOOLBOX + "Environment Variables",
-        ),
-        Flag(
-            variable="XLA_PYTHON_CLIENT_MEM_FRACTION",
-            name="",
-            value="0.9",
-            why="the default (0.75) leaves a quarter of the memory unused; libraries need a tenth",
-            source=_TOOLBOX + "Tips for High-Performance LLMs with JAX and XLA",
-        ),
+        Flag("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler", "true",
+             "moves collectives so that they overlap with compute", _TOOLBOX + "Environment Variables"),
+        Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", "", "0.9",
+             "the default (0.75) leaves a quarter of the memory unused; libraries need a tenth",
+             _TOOLBOX + "Tips for High-Performance LLMs with JAX and XLA"),
     ),
     "tpu": (
-        Flag(
-            variable="LIBTPU_INIT_ARGS",
-            name="--xla_tpu_enable_data_parallel_all_reduce_opt",
-            value="true",
-            why="optimises the all-reduces of data parallelism between slices",
-            source=_MAXTEXT + "DATA_PARALLEL_OVERLAP",
-        ),
-        Flag(
-            variable="LIBTPU_INIT_ARGS",
-            name="--xla_tpu_data_parallel_opt_different_sized_ops",
-            value="true",
-            why="pipelines data-parallel collectives across loop iterations",
-            source=_MAXTEXT + "DATA_PARALLEL_OVERLAP",
-        ),
+        Flag("LIBTPU_INIT_ARGS", "--xla_tpu_enable_data_parallel_all_reduce_opt", "true",
+             "optimises the all-reduces of data parallelism between slices", _MAXTEXT),
+        Flag("LIBTPU_INIT_ARGS", "--xla_tpu_data_parallel_opt_different_sized_ops", "true",
+             "pipelines data-parallel collectives across loop iterations", _MAXTEXT),
     ),
     "cpu": (),
-}
-
-
-def platform_flags(platform: Platform) -> tuple[Flag, ...]:
-    """Returns what jaxdist sets for a platform before jax starts."""
-    return _FLAGS[platform]
+}  # fmt: skip
 
 
 def flag_environment(platform: Platform, environ: Mapping[str, str]) -> dict[str, str]:
@@ -233,7 +209,7 @@ def flag_environment(platform: Platform, environ: Mapping[str, str]) -> dict[str
     own and stays.
     """
     changed: dict[str, str] = {}
-    for flag in platform_flags(platform):
+    for flag in FLAGS[platform]:
         present = changed.get(flag.variable, environ.get(flag.variable))
         if not flag.name:
             if present is None:
@@ -245,11 +221,7 @@ def flag_environment(platform: Platform, environ: Mapping[str, str]) -> dict[str
 
 def flag_table(platform: Platform) -> str:
     """Returns the platform's flags as text: a line for the setting, one for reason and source."""
-    lines = (
-        f"{flag.variable}: {flag.name}{'=' if flag.name else ''}{flag.value}\n"
-        f"    {flag.why} [{flag.source}]"
-        for flag in platform_flags(platform)
-    )
+    lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in FLAGS[platform])
     return "\n".join(lines) or f"{platform}: no flags are set"
 
 
@@ -261,10 +233,10 @@ def detect_platform(
     JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio alone also
     exists on machines without a TPU, so it counts only with a group in it.
     """
-    names: dict[str, Platform] = {"tpu": "tpu", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu"}
+    names: dict[str, Platform] = {"tpu": "tpu", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
     named = environ.get("JAX_PLATFORMS", "").partition(",")[0].strip().lower()
     if named:
-        return names.get(named, "gpu" if named == "gpu" else "cpu")
+        return names.get(named, "cpu")
     if any(map(exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))):
         return "gpu"
     if any(exists(f"{folder}{i}") for folder in ("/dev/accel", "/dev/vfio/") for i in range(8)):

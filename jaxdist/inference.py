@@ -223,9 +223,7 @@ class TrainedRun:
         end = self.tokenizer.end_of_document
         return self.tokenizer.decode([t for t in (*prompt.tolist(), *new.tolist()) if t != end])
 
-    def evaluate(
-        self, *, validation_tokens: int | None = None, watch: Watch | None = None
-    ) -> HeldOut:
+    def evaluate(self, *, validation_tokens: int | None = None, watch: Watch | None = None) -> HeldOut:
         """Returns the exact loss over the run's held-out set.
 
         Args:
@@ -256,9 +254,7 @@ class TrainedRun:
             prefetch=data.prefetch,
         )
         with loader:
-            found = evaluation.evaluate(
-                self.built.evaluate, self.state, _watched(loader, total, watch)
-            )
+            found = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
         per_token = dataset.bytes_per_token
         return HeldOut(
             step=int(self.state.step),

@@ -82,12 +82,8 @@ def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> M
         for axis in NOT_YET
         if getattr(config, axis) != 1
     ]
-    sizes, size_faults = _fill(
-        {a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices"
-    )
-    dcn, dcn_faults = _fill(
-        {a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices"
-    )
+    sizes, size_faults = _fill({a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices")
+    dcn, dcn_faults = _fill({a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices")
     faults += size_faults + dcn_faults
     if not size_faults and not dcn_faults:
         faults += _dcn_faults(sizes, dcn, config.dcn.force)
@@ -99,9 +95,7 @@ def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> M
 
 def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[dict, list[str]]:
     """Returns the sizes with one -1 replaced, and what is wrong with them."""
-    bad = [
-        f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1
-    ]
+    bad = [f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1]
     unknown = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size > 0)
     given = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
@@ -141,10 +135,7 @@ def _zero_faults(zero: int, fsdp: int) -> list[str]:
     if zero not in (0, 1, 2, 3):
         return [f"mesh.zero={zero}: must be 0, 1, 2 or 3"]
     if zero in (1, 2) and fsdp == 1:
-        return [
-            f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; "
-            f"set mesh.fsdp to the number of shards"
-        ]
+        return [f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"]
     return []
 
 

@@ -46,6 +46,4 @@ def compute_dtype(default: jnp.dtype) -> jnp.dtype:
 
 def cast(tree, dtype: str | jnp.dtype):
     """Returns the tree with its floating-point leaves in `dtype`; integers stay."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

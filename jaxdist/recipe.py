@@ -249,9 +249,7 @@ def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[st
     return overrides, rest, faults
 
 
-def _own_flags(
-    parser: argparse.ArgumentParser, arguments: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
+def _own_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns a command's own flags, and a fault for each argument that is none."""
     parser.exit_on_error = False  # its exit code would be 2
     try:

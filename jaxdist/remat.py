@@ -44,8 +44,7 @@ def faults(config: RematConfig) -> list[str]:
         return [f"remat.policy={policy!r}: must be none, full, dots or save:NAME,NAME"]
     wrong = [name for name in policy.removeprefix("save:").split(",") if name not in NAMES]
     return [
-        f"remat.policy: no activation is named {name!r}.{suggest(name, NAMES)} "
-        f"Names: {', '.join(NAMES)}"
+        f"remat.policy: no activation is named {name!r}.{suggest(name, NAMES)} Names: {', '.join(NAMES)}"
         for name in wrong
     ]
 

@@ -19,9 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(args.workdir) > 2:
         _parser().error(f"got {len(args.workdir)} workdirs; give one, or two to compare")
     try:
-        names = _names([Path(workdir) for workdir in args.workdir])
-        folders = zip(args.workdir, names, strict=True)
-        runs = [summary.read_run(workdir, name) for workdir, name in folders]
+        runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
         target = Path(args.out) if args.out else _default_target(runs)
         _refuse_foreign(target)
         _replace(target, html.render(runs))
@@ -49,12 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(workdirs: Sequence[Path]) -> list[str]:
+def _names(workdirs: Sequence[str]) -> list[str]:
     """Returns a name per workdir: the folder's, with its parent where two would be equal."""
-    names = [workdir.resolve().name for workdir in workdirs]
-    if len(set(names)) < len(names):
-        names = ["/".join(workdir.resolve().parts[-2:]) for workdir in workdirs]
-    return names
+    folders = [Path(workdir).resolve() for workdir in workdirs]
+    same = len({folder.name for folder in folders}) < len(folders)
+    return ["/".join(folder.parts[-2 if same else -1 :]) for folder in folders]
 
 
 def _default_target(runs: Sequence[summary.Run]) -> Path:

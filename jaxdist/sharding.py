@@ -108,14 +108,9 @@ class Rules:
             axis = PARAMETER_AXES.get(name or "")
             size = self.shape.sizes[axis] if axis else 1
             if dim % size and not (name == "kv_heads" and size % dim == 0):
-                found.append(_divisibility(path, name, dim, axis, size))
+                found.append(_divisibility(path, str(name), dim, str(axis), size))
         fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
-        if (
-            self.zero
-            and FSDP_NAME in names
-            and not vector
-            and (dim := dims[names.index(FSDP_NAME)]) % fsdp
-        ):
+        if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
             found.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
         return found
 
@@ -234,11 +229,7 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:
     """Returns a parameter's gradient laid out as gradients are (reduce-scattered for ZeRO 2, 3)."""
     now = active()
-    return (
-        gradient
-        if now is None
-        else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
-    )
+    return gradient if now is None else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
 
 
 def stored_by_fsdp(names: Names) -> bool:
@@ -283,17 +274,13 @@ class Placement:
     why: str  # why it is not split further
 
 
-def place(
-    parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules
-) -> list[Placement]:
+def place(parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules) -> list[Placement]:
     """Returns the placement of every parameter (path -> (abstract array, logical names)).
 
     Raises:
       ConfigError: dims that an axis does not divide, all at once.
     """
-    faults = [
-        f for path, (x, names) in parameters.items() for f in rules.faults(path, names, x.shape)
-    ]
+    faults = [f for path, (x, names) in parameters.items() for f in rules.faults(path, names, x.shape)]
     if faults:
         raise ConfigError(faults)
     return [_placement(path, x, names, rules) for path, (x, names) in parameters.items()]
@@ -339,14 +326,11 @@ def explain(placements: Sequence[Placement]) -> str:
         for p in placements
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(p.shard_bytes for p in placements)
     copies = sum(p.replicated_bytes for p in placements)
     lines.append(
-        f"total: {total:,} bytes of parameters per device; "
-        f"{copies:,} bytes are copies, over all devices"
+        f"total: {total:,} bytes of parameters per device; {copies:,} bytes are copies, over all devices"
     )
     return "\n".join(lines)
 

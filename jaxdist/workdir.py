@@ -109,9 +109,7 @@ def read_config(folder: Path) -> RunConfig:
     try:
         return from_config(_tupled(json.loads((folder / CONFIG).read_text())))
     except FileNotFoundError:
-        raise ConfigError(
-            f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder"
-        ) from None
+        raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
 
 
 def _tupled(value: Any) -> Any:

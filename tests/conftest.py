@@ -11,9 +11,7 @@ def _set_environment() -> None:
     # `pytest -m gpu` keeps the machine's own platform; everything else runs on emulated CPUs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu: do not ask a metadata server
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-    )  # ahead-of-time tests run beside others
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # ahead-of-time tests run beside others
     wanted = {
         "xla_force_host_platform_device_count": 8,
         # On a loaded machine an emulated device may arrive late; the default kills at 40 s.

@@ -54,8 +54,7 @@ def config_keys_text() -> str:
     """Returns a line for every leaf key of a run of the default model: path, type, default."""
     schema = recipe.full_schema(registry.DEFAULT_TARGET)
     rows = [
-        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}"
-        for path, field in schema.items()
+        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}" for path, field in schema.items()
     ]
     return "\n".join([f"# {len(schema)} keys: key, type = default", *rows]) + "\n"
 

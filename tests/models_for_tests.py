@@ -114,8 +114,7 @@ def program_of(
     example = batch_of(model, batch, length)
     where = built.batch_shardings(example)
     abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])
-        for name, x in example.items()
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in example.items()
     }
     compiled = built.step.lower(built.abstract_state, abstract).compile(FAST_COMPILE)
     return Program(compiled, hlo.parse(compiled.as_text()), compiled.memory_analysis(), built)
@@ -197,9 +196,7 @@ def reachable(module: hlo.Module, computation: str) -> set[str]:
             continue
         names.add(name)
         for instruction in module.computations.get(name, {}).values():
-            todo += instruction.called(
-                "calls", "to_apply", "body", "condition", "branch_computations"
-            )
+            todo += instruction.called("calls", "to_apply", "body", "condition", "branch_computations")
     return names
 
 

@@ -20,8 +20,7 @@ PACKAGE = ROOT / "jaxdist"
 # A room is a module or a package; it may import rooms of lower floors, and on its own floor only
 # what "a > b" allows. Changing the picture means changing this table in the same commit.
 FLOORS = {
-    7: "__main__ train plan verify launch convert generate evaluate report doctor "
-    "checkpoint.__main__",
+    7: "__main__ train plan verify launch convert generate evaluate report doctor checkpoint.__main__",
     6: "loop dry_run planner verification inference",
     5: "recipe workdir",
     4: "interop checkpoint resilience telemetry",
@@ -190,15 +189,11 @@ def test_files_functions_and_the_package_stay_small():
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 def test_import_jaxdist_is_free():
-    heavy = (
-        "jax jaxlib flax optax orbax grain rich numpy tensorboardX datasets transformers".split()
-    )
+    heavy = "jax jaxlib flax optax orbax grain rich numpy tensorboardX datasets transformers".split()
     done = run_python(
         "import os, sys; before = dict(os.environ); import jaxdist; dir(jaxdist);"
         "assert dict(os.environ) == before; print(*sys.modules)"

@@ -70,9 +70,9 @@ def _plain(q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=Non
 
 
 def _gradients(function, q, k, v, w, **options):
-    return jax.jit(
-        jax.grad(lambda q, k, v: jnp.sum(function(q, k, v, **options) * w), argnums=(0, 1, 2))
-    )(q, k, v)
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(function(q, k, v, **options) * w), argnums=(0, 1, 2)))(
+        q, k, v
+    )
 
 
 CASES = {

@@ -135,8 +135,7 @@ def test_everything_that_does_not_fit_is_listed_at_once():
         "missing in the checkpoint: trainable/embed/w float32[8,4]",
         "unexpected in the checkpoint: ema/embed/w float32[8,4]",
         "different: step is float32[] in the checkpoint, int32[] in this state",
-        "different: trainable/blocks/mlp/w is float32[3,4,4] in the checkpoint, "
-        "float32[2,4,4] in this state",
+        "different: trainable/blocks/mlp/w is float32[3,4,4] in the checkpoint, float32[2,4,4] in this state",
     )
     assert all(fault in str(caught.value) for fault in caught.value.faults)
 

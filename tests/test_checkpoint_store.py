@@ -251,13 +251,10 @@ def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
 
 def test_faults_of_a_config_are_all_named():
     assert config_lib.faults(CheckpointConfig()) == []
-    bad = CheckpointConfig(
-        every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, timeout_s=0
-    )
+    bad = CheckpointConfig(every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, timeout_s=0)
     names = [line.split("=")[0] for line in config_lib.faults(bad)]
     assert names == [
-        f"checkpoint.{n}"
-        for n in ("every_steps", "every_minutes", "keep_last", "keep_every", "timeout_s")
+        f"checkpoint.{n}" for n in ("every_steps", "every_minutes", "keep_last", "keep_every", "timeout_s")
     ]
 
 
@@ -514,8 +511,7 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path), str(free_port())]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     workers = [
-        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, env=environment, **pipes)
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, env=environment, **pipes) for rank in range(2)
     ]
     try:
         outputs = [worker.communicate(timeout=90)[0] for worker in workers]

@@ -193,8 +193,7 @@ def test_overrides_apply_together_or_not_at_all():
     bad = {"seed": "5", "stps": "1", "batch": "4", "rate": "x", "global_size": "1"}
     assert faults_of(config.apply_overrides, tree, bad, SCHEMA) == (
         "stps: no such field. --help with this --config lists all fields.",
-        "batch: is a group. Set one of its fields: batch.global_size, "
-        "batch.sequence_length.",
+        "batch: is a group. Set one of its fields: batch.global_size, batch.sequence_length.",
         "rate: got 'x', required float.",
         "global_size: no such field. Did you mean batch.global_size?",
     )

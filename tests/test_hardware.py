@@ -53,12 +53,6 @@ def test_the_compiler_never_grants_much_more_memory_than_is_sold():
     assert all(0.9 < chip.compiler_hbm_bytes / chip.hbm_bytes < 1.01 for chip in tpus)
 
 
-def test_tpu_peaks_follow_from_the_clock():
-    for name, macs_per_cycle in [("TPU v5e", 4 * 128**2), ("TPU v6e", 4 * 256**2)]:
-        (chip,) = [chip for chip in hardware.CHIPS if chip.name == name]
-        assert math.isclose(2 * macs_per_cycle * chip.clock_hz, chip.peak("bfloat16"), rel_tol=0.02)
-
-
 def test_flags_are_added_behind_the_users_own():
     flags = hardware.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
     assert flags["XLA_FLAGS"] == (
@@ -81,7 +75,7 @@ def test_the_users_values_always_win():
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
 def test_the_flag_table_gives_a_reason_and_a_source(platform):
     text = hardware.flag_table(platform)
-    for flag in hardware.platform_flags(platform):
+    for flag in hardware.FLAGS[platform]:
         assert flag.name in text and flag.why in text and flag.source in text
 
 

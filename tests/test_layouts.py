@@ -63,9 +63,7 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
 
     def abstract(variable):
         spec = rules.stored(variable.get_metadata()["logical"], variable.shape)
-        leaf = jax.ShapeDtypeStruct(
-            variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec)
-        )
+        leaf = jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec))
         return variable.replace(leaf)
 
     parameters = jax.tree.map(abstract, parameters, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -209,9 +207,7 @@ def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(u
     # Right after partitioning: later on, CPU turns bfloat16 collectives into float32 ones.
     first = min(uncached[1].glob("*after_spmd-partitioning*"))
     module = hlo.parse(first.read_text())
-    gathered = [
-        (dtype, squeezed(shape)) for _, _, dtype, shape in collectives(module, ("all-gather",))
-    ]
+    gathered = [(dtype, squeezed(shape)) for _, _, dtype, shape in collectives(module, ("all-gather",))]
     assert {shape for _, shape in gathered} == LAYER_KERNELS | {(DEEP.d_model, DEEP.vocab_size)}
     assert {dtype for dtype, _ in gathered} == {"bf16"}
     summed = collectives(module)

@@ -44,9 +44,7 @@ def built(config: TransformerConfig) -> tuple:
 def model_of(config: TransformerConfig) -> Transformer:
     """Returns a fresh model (made in one program, which is faster than array by array)."""
     spec = spec_of(config)
-    build = jax.jit(
-        lambda: fresh_arrays(spec.build, jax.random.key(0)), compiler_options=FAST_COMPILE
-    )
+    build = jax.jit(lambda: fresh_arrays(spec.build, jax.random.key(0)), compiler_options=FAST_COMPILE)
     return spec.assemble(*build())
 
 

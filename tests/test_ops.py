@@ -229,9 +229,9 @@ def test_chunks_change_nothing():
     head = nnx.Param(arrays()["head"])
 
     def scored(chunk):
-        return jax.value_and_grad(
-            lambda x: cross_entropy(x, head, targets, weights, chunk_tokens=chunk)[0]
-        )(x)
+        return jax.value_and_grad(lambda x: cross_entropy(x, head, targets, weights, chunk_tokens=chunk)[0])(
+            x
+        )
 
     whole = scored(0)
     for chunk in (1, 5 * B, 1000):  # 5 positions do not divide the sequence: 4 do

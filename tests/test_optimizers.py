@@ -243,9 +243,7 @@ def test_every_optimizer_lowers_a_quadratic(name, dtype):
     transform = optimizers.build_optimizer(config, schedule, ABSTRACT, NAMES)
 
     def losses(params):
-        return jax.tree.map(
-            lambda x, t: 0.5 * jnp.sum((x.astype(jnp.float32) - t) ** 2), params, target
-        )
+        return jax.tree.map(lambda x, t: 0.5 * jnp.sum((x.astype(jnp.float32) - t) ** 2), params, target)
 
     @jax.jit
     def step(params, state):
@@ -372,9 +370,7 @@ def mesh_4x2():
 
 
 def shardings(mesh, specs):
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
@@ -403,9 +399,7 @@ def test_moments_are_sharded_like_their_parameters(name):
             assert not leaf.sharding.is_fully_replicated
     assert owned == set(PARAMETERS)
     expected, _ = transform.update(grads, transform.init(params), params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), updates, expected
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), updates, expected)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +20,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=http://example.com/x onerr
 
 def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
     clock = itertools.count(1_790_000_000).__next__
-    with metrics.MetricsWriter(folder, clock=clock) as w:
+    with closing(metrics.MetricsWriter(folder, clock=clock)) as w:
         w.event("start", 0, devices=8)
         for step in range(1, steps + 1):
             loss = math.nan if step == 7 else 3.0 + 5.0 / step
@@ -106,10 +107,10 @@ def test_what_the_page_shows(tmp_path):
     workdir = make_run(tmp_path / "run", name="plain")
     assert report.main([str(workdir)]) == 0
     text, page = read_page(workdir / "report.html")
-    assert page.count("svg") == 3 + 6 + 1, "three views of the loss, six fields, one aux"
+    assert page.count("svg") == 2 + 6 + 1, "two views of the loss, six fields, one aux"
     labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
-    assert labels[0].startswith("Loss by step. loss: 59 points, from 8 to 3.083")
-    assert "evaluation: 1 points, from 3.25 to 3.25" in labels[0]
+    assert labels[0].startswith("Loss by step. loss: from 8 to 3.083;")
+    assert "evaluation: from 3.25 to 3.25" in labels[0]
     assert "step 7: nan" in text, "a non-finite loss is marked"
     for shown in ("3.0833", "3.2500", "1.23M", "40.0 %", "500 ms", "246k", "TPU v5p"):
         assert shown in text, shown
@@ -130,7 +131,8 @@ def test_two_runs_are_overlaid_with_their_differences(tmp_path):
     assert any("run-a" in c for c in classes) and any("run-b" in c for c in classes)
     assert "<h1>a vs b</h1>" in text
     assert "Configuration: 1 difference<" in text
-    assert "<td>optimizer.learning_rate</td><td>0.0003</td><td>0.0006</td>" in text
+    row = "<td>optimizer.learning_rate</td><td class=number>0.0003</td><td class=number>0.0006</td>"
+    assert row in text
     assert text.count("Sharding of") == 1, "equal tables are shown once"
 
 
@@ -143,7 +145,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_runs_without_a_file_or_without_steps(tmp_path):
     workdir = tmp_path / "run"
-    with metrics.MetricsWriter(workdir) as writer:
+    with closing(metrics.MetricsWriter(workdir)) as writer:
         writer.event("start", 0)
     (workdir / "run.json").write_text('{"torn')
     assert report.main([str(workdir)]) == 0
@@ -191,17 +193,13 @@ def test_the_command_runs_without_jax_and_without_rich(tmp_path):
         (2.31, 2.74, [2.4, 2.5, 2.6, 2.7]),
         (0, 1e-4, [0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4]),
         (-3, 7, [-2, 0, 2, 4, 6]),
-        (5, 5, [5]),
     ],
 )
 def test_linear_ticks(low, high, expected):
     assert charts.linear_ticks(low, high) == pytest.approx(expected)
 
 
-def test_log_ticks_and_labels():
-    assert charts.log_ticks(2, 30) == pytest.approx([2, 5, 10, 20])
-    assert charts.log_ticks(1e-6, 1e3) == pytest.approx([1e-6, 1e-4, 1e-2, 1, 1e2])
-    assert charts.log_ticks(2.4, 2.9) == pytest.approx([2.4, 2.5, 2.6, 2.7, 2.8, 2.9])
+def test_tick_labels():
     texts = [charts.tick_text(v, 0.1) for v in (0.0, 0.1, 1.5)]
     assert texts == ["0", "0.1", "1.5"]
     assert [charts.tick_text(v, 2e5) for v in (2e5, 1.25e6)] == ["200k", "1.25M"]

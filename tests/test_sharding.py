@@ -22,9 +22,7 @@ from jaxdist.training.step import StepConfig, build_train_step
 
 
 def rules(zero: int = 3, sequence_parallel: bool = False, **sizes: int) -> Rules:
-    return Rules(
-        MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1)), zero, sequence_parallel
-    )
+    return Rules(MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1)), zero, sequence_parallel)
 
 
 def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
@@ -123,9 +121,7 @@ def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
 
 def test_query_heads_that_tensor_does_not_divide_are_refused():
     text = faults(model=replace(TINY, num_heads=6, num_kv_heads=2), tensor=4)
-    assert (
-        "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
-    )
+    assert "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
     assert "kv_heads" not in text  # two are copied, no fault
 
 
@@ -145,9 +141,7 @@ def test_building_a_step_raises_all_faults():
     table, mesh = rules_and_mesh(Layout(8, fsdp=4, tensor=2))
     model = spec_of(replace(TINY, d_model=30, d_ff=47))
     with pytest.raises(ConfigError) as caught:
-        build_train_step(
-            model, OPTIMIZER, build_schedule(OPTIMIZER, 10, 8), mesh, table, StepConfig()
-        )
+        build_train_step(model, OPTIMIZER, build_schedule(OPTIMIZER, 10, 8), mesh, table, StepConfig())
     assert "d_model=30" in str(caught.value) and "d_ff=47" in str(caught.value)
 
 

@@ -127,9 +127,7 @@ def test_the_moving_average_follows_the_parameters_and_is_evaluated():
     assert bitwise_equal(jax.device_get(state.ema), average)
     for _ in range(3):
         state, _ = step(state, batch)
-        average = jax.tree.map(
-            lambda e, p: 0.75 * e + 0.25 * p, average, jax.device_get(state.trainable)
-        )
+        average = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, average, jax.device_get(state.trainable))
     assert worst(jax.device_get(state.ema), average) < 1e-6
     assert worst(jax.device_get(state.trainable), average) > 1e-5
     built = step_of(ONE, TINY, config, SGD)

@@ -47,7 +47,7 @@ def test_plain_lines_carry_numbers_units_and_eta():
 
 
 def test_plain_lines_are_rate_limited_but_first_and_last_are_printed():
-    display, file, clock = plain(line_every_s=1.0)
+    display, file, clock = plain()
     with display:
         for step in range(1, 51):
             clock.now += 0.1

@@ -93,9 +93,7 @@ def describe(step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, 
     document = {
         "format": FORMAT,
         "step": step,
-        "arrays": {
-            name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in arrays.items()
-        },
+        "arrays": {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in arrays.items()},
         "run": dict(metadata),
     }
     json.dumps(document, allow_nan=False)
@@ -139,9 +137,7 @@ def expired(steps: Collection[int], *, newest: int, keep_last: int, keep_every: 
     """
     past = sorted(step for step in steps if step < newest)
     recent = past[-(keep_last - 1) :] if keep_last > 1 else []
-    return [
-        step for step in past if step not in recent and not (keep_every and step % keep_every == 0)
-    ]
+    return [step for step in past if step not in recent and not (keep_every and step % keep_every == 0)]
 
 
 def remove_step(folder: Path, step: int) -> None:

@@ -69,9 +69,7 @@ class OrbaxBackend:
           Exception: whatever Orbax or TensorStore raised (types and texts vary with the damage).
         """
         restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-            )
+            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in abstract.items()
         }
         item = ocp.args.PyTreeRestore(
@@ -80,9 +78,7 @@ class OrbaxBackend:
             partial_restore=True,  # which arrays there must be is checked before
         )
         # Always Composite: with other arguments Orbax guesses the layout from what it finds.
-        restored = self._checkpointer.restore(
-            path.absolute(), args=ocp.args.Composite(**{STATE_ITEM: item})
-        )
+        restored = self._checkpointer.restore(path.absolute(), args=ocp.args.Composite(**{STATE_ITEM: item}))
         return trees.flatten_names(restored[STATE_ITEM])
 
     def close(self) -> None:

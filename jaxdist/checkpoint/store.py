@@ -240,9 +240,7 @@ class CheckpointStore:
             self._thread.join()
             self._thread = None
 
-    def restore(
-        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
-    ) -> Restored:
+    def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored:
         """Returns the state of `step`, or of the newest step that can be read.
 
         Each array is read straight into its target sharding: any mesh, any number of devices or
@@ -281,9 +279,7 @@ class CheckpointStore:
         padded[: len(newest)] = newest
         return [int(s) for s in multihost_utils.broadcast_one_to_all(padded) if s >= 0]
 
-    def _attempt(
-        self, step: int, abstract_state: Any, partial: bool
-    ) -> tuple[Restored | None, str]:
+    def _attempt(self, step: int, abstract_state: Any, partial: bool) -> tuple[Restored | None, str]:
         """Returns (the restored, "") if all processes could read `step`, else (None, reason)."""
         restored, reason = None, "another process could not read it"
         try:

@@ -51,7 +51,5 @@ def build_function(model: type[nnx.Module], options: Mapping[str, Any]) -> Calla
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
     """Returns what the model's own config says is wrong with its values."""
-    config = options_class(model)
-    if dataclasses.is_dataclass(config) and hasattr(config, "faults"):
-        return config(**options).faults()  # type: ignore[call-arg]
-    return []
+    config: Any = options_class(model)
+    return config(**options).faults() if hasattr(config, "faults") else []

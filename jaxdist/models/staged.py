@@ -26,7 +26,7 @@ class Loss(NamedTuple):
     """
 
     sum: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     aux: dict[str, jax.Array] = {}
     stats: dict[str, jax.Array] = {}
 

@@ -6,7 +6,7 @@ Single-device code: dims have logical names, no mesh axis is mentioned. Letters:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,9 +85,7 @@ class TransformerConfig:
             "head_dim",
         )
         found = [
-            f"model.{name}={getattr(self, name)}: must be >= 1"
-            for name in sizes
-            if getattr(self, name) < 1
+            f"model.{name}={getattr(self, name)}: must be >= 1" for name in sizes if getattr(self, name) < 1
         ]
         if not found and self.num_heads % self.num_kv_heads:
             found.append(
@@ -125,9 +123,7 @@ class Attention(nnx.Module):
         self.query = normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
         self.key = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.value = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
-        self.out = normal(
-            rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model")
-        )
+        self.out = normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
         self.qkv_bias, self.out_bias_on = c.bias != "none", c.bias == "all"
         if self.qkv_bias:
             self.query_bias = nnx.Param(jnp.zeros(heads), logical=("heads", "head_dim"))
@@ -288,9 +284,7 @@ class Transformer(nnx.Module):
         """Returns float32 logits [B, S, V] from the last block's output (for generation)."""
         c, x = self.config, self.final_norm(x_BSD)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
-        logits = jnp.einsum(
-            "bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
-        )
+        logits = jnp.einsum("bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         if c.logit_softcap:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
         return shard(logits, "batch", "sequence", "vocab")
@@ -324,7 +318,7 @@ class Transformer(nnx.Module):
 
         def one_layer(carry, item):
             layer, parameters = item
-            block = nnx.merge(graph, parameters)
+            block: Any = nnx.merge(graph, parameters)
             return block.decode(*carry, Context(None, layer, fields)), None
 
         layers = (jnp.arange(self.config.num_layers), state)

@@ -96,13 +96,10 @@ def _check(
         )
     if window is not None and (not causal or window < 1):
         raise ValueError(
-            f"attention: window={window}, causal={causal}; a window is >= 1 token and needs "
-            f"causal=True"
+            f"attention: window={window}, causal={causal}; a window is >= 1 token and needs causal=True"
         )
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention: implementation={implementation!r}; choose one of {IMPLEMENTATIONS}"
-        )
+        raise ValueError(f"attention: implementation={implementation!r}; choose one of {IMPLEMENTATIONS}")
 
 
 def _platform() -> str:

@@ -55,19 +55,25 @@ def cross_entropy(
       softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
       chunk_tokens: tokens per batch shard scored at once; 0 for all.
     """
-    names = getattr(head, "logical", ())
-    options = Options(names, tied, z_loss, softcap, *_chunking(x_BSD.shape, chunk_tokens))
-    return _cross_entropy(x_BSD, head[...], targets_BS, weights_BS.astype(jnp.float32), options)
+    shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
+    options = Options(getattr(head, "logical", ()), tied, z_loss, softcap, shards, chunk)
+    x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
+    if extra:  # the last chunk is filled up with tokens of weight 0
+        x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
+        targets, weights = (jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights))
+    return _cross_entropy(x, head[...], targets, weights, options)
 
 
-def _chunking(dims, chunk_tokens: int) -> tuple[int, int]:
-    """Returns the number of batch shards and the length of a chunk, a divisor of the sequence."""
+def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
+    """Returns the number of batch shards, the length of a chunk, and what the last one lacks."""
     batch, length = dims[0], dims[1]
     now = sharding.active()
     shards = now.rules.shape.batch_shards if now else 1
     shards = shards if batch % shards == 0 else 1
-    wanted = chunk_tokens * shards // batch if chunk_tokens else length
-    return shards, max(c for c in range(1, length + 1) if length % c == 0 and c <= max(wanted, 1))
+    most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
+    count = -(-length // most)
+    chunk = -(-length // count)
+    return shards, chunk, count * chunk - length
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -75,7 +81,9 @@ def _cross_entropy(x, kernel, targets, weights, options: Options):
     head = sharding.gather(kernel, options.names, x.dtype)
 
     def add(total, part):
-        loss, z = _score(_logits(part[0], head, options)[0], *part[1:], options)[:2]
+        x_part, targets_part, weights_part = part
+        logits, _ = _logits(x_part, head, options)
+        loss, z, _ = _score(logits, targets_part, weights_part, options)
         return (total[0] + loss, total[1] + z), None
 
     return _over_chunks(add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options)[0]
@@ -86,17 +94,15 @@ def _forward(x, kernel, targets, weights, options: Options):
 
     def add(carry, part):
         loss, z, dhead = carry
-        x_part, *labels = part
+        x_part, targets_part, weights_part = part
         logits, slope = _logits(x_part, head, options)
-        part_loss, part_z, dlogits = _score(logits, *labels, options)
+        part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
         dx = _named(jnp.einsum(_equation("grv,dv->grd", options), dlogits, head))
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
-        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(
-            x.dtype
-        )
+        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
 
     group = () if options.shards == 1 else (options.shards,)
     zeros = _head_named(jnp.zeros((*group, *kernel.shape), jnp.float32), options)
@@ -137,9 +143,7 @@ def _over_chunks(add, start, arrays, options: Options):
 
 def _logits(x, head, options: Options):
     """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None without)."""
-    logits = jnp.einsum(
-        _equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32
-    )
+    logits = jnp.einsum(_equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32)
     logits = _named(logits, "vocab")
     if not options.softcap:
         return logits, None

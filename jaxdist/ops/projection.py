@@ -57,18 +57,14 @@ def _forward(x, kernels, names, contract):
 
 def _backward(names, contract, residuals, cotangents):
     x, kernels = residuals
-    gathered = [
-        sharding.gather(kernel, name, x.dtype) for kernel, name in zip(kernels, names, strict=True)
-    ]
+    gathered = [sharding.gather(kernel, name, x.dtype) for kernel, name in zip(kernels, names, strict=True)]
     columns = [_rows(dy, dy.ndim - x.ndim + contract) for dy in cotangents]
     rows = _rows(x, contract)
     gradients = tuple(
         _kernel_gradient(rows, dy, kernel, name)
         for kernel, name, dy in zip(kernels, names, columns, strict=True)
     )
-    dx = _input_gradient(
-        columns, [_matrix(k, contract) for k in gathered], _parts(kernels, contract)
-    )
+    dx = _input_gradient(columns, [_matrix(k, contract) for k in gathered], _parts(kernels, contract))
     return dx.astype(x.dtype).reshape(x.shape), gradients
 
 

@@ -55,9 +55,7 @@ def splash_attention(
     segments = None
     if segment_ids_BS is not None:
         segments = pallas_splash.SegmentIds(segment_ids_BS, segment_ids_BS)
-    kernel = _kernel(
-        S + padding, q_BSHN.shape[2], causal, softcap, window, residual_name, interpret
-    )
+    kernel = _kernel(S + padding, q_BSHN.shape[2], causal, softcap, window, residual_name, interpret)
     out_BHSN = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 

@@ -92,7 +92,7 @@ def _equation_flops(equation: Any) -> Flops:
     if name == "while":
         return flops.times(None, "a while loop")
     if name == "shard_map":
-        return flops.times(math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"]))
+        return flops.times(math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"]))
     if name == "pallas_call":
         return flops.times(math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int)))
     return flops

@@ -178,9 +178,8 @@ def _each(runs: Sequence[Run], heading: str, body_of: Callable[[Run], str]) -> s
     """Returns a section per run that has one; two equal ones are shown once."""
     bodies = {body_of(run): run.name for run in reversed(runs)}  # of equals, the first run's name
     return "".join(
-        f"<h2>{heading}{escape(f' of {name}') if len(runs) > 1 else ''}</h2>{body}"
+        _titled(f"{heading} of {name}" if len(runs) > 1 else heading, body)
         for body, name in reversed(bodies.items())
-        if body
     )
 
 
@@ -200,13 +199,13 @@ def _events(runs: Sequence[Run]) -> str:
     head = ["run", "time (UTC)", "after", "event", "step", "details"]
     if len(runs) == 1:
         head, rows = head[1:], [row[1:] for row in rows]
-    return f"<h2>Events</h2>{_table(head, rows, alert=alerts)}" if rows else ""
+    return _titled("Events", _table(head, rows, alert=alerts))
 
 
 def _sharding(run: Run) -> str:
     rows = run.info.get("sharding", [])
     head = list(dict.fromkeys(key for row in rows for key in row))
-    return _table(head, [[_brief(row.get(key, "")) for key in head] for row in rows]) if rows else ""
+    return _table(head, [[_brief(row.get(key, "")) for key in head] for row in rows])
 
 
 def _ops(run: Run) -> str:
@@ -214,7 +213,7 @@ def _ops(run: Run) -> str:
         [op["op"], f"{100 * op['share']:.1f} %", f"{1e3 * op['seconds']:.3f}", _brief(op["count"])]
         for op in run.ops[:15]
     ]
-    return _table(["op", "share", "ms", "count"], rows) if rows else ""
+    return _table(["op", "share", "ms", "count"], rows)
 
 
 def _sample(run: Run) -> str:
@@ -225,22 +224,18 @@ def _config(runs: Sequence[Run]) -> str:
     rows = _side_by_side([run.config for run in runs])
     head = ["field", *(run.name for run in runs)] if len(runs) > 1 else ["field", "value"]
     different = [row for row in rows if len(set(row[1:])) > 1]
-    title, short = "Configuration", ""
-    if different:
-        title += f": {len(different)} difference{'s' if len(different) > 1 else ''}"
-        short = _table(head, different)
-    elif len(runs) > 1:
-        short = '<p class="soft">The configurations are equal.</p>'
+    title = "Configuration"
+    if len(runs) > 1:
+        title += f": {len(different)} difference{'' if len(different) == 1 else 's'}"
     changed = {index for index, row in enumerate(rows) if row in different}
     whole = f"<summary>All {len(rows)} fields</summary>{_table(head, rows, changed=changed)}"
-    return f"<h2>{title}</h2>{short}<details>{whole}</details>"
+    return _titled(title, f"{_table(head, different)}<details>{whole}</details>")
 
 
 def _info(runs: Sequence[Run]) -> str:
     infos = [{key: run.info[key] for key in run.info if key != "sharding"} for run in runs]
     rows = _side_by_side([config.flatten(info) for info in infos])
-    head = ["", *(run.name for run in runs)]
-    return f"<h2>Machine and versions</h2>{_table(head, rows)}" if rows else ""
+    return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))
 
 
 def _side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
@@ -251,14 +246,21 @@ def _side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 # --- pieces ---------------------------------------------------------------------------------------
 
+
+def _titled(title: str, body: str) -> str:
+    return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
 _NUMBER = re.compile(r"(-?[\d.,]+(e[-+]\d+)?( %)?|–)?")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], **marked: Collection[int]) -> str:
     """Returns a scrolling card with a table; columns of numbers only are set to the right.
 
-    `marked` gives the indices of rows that get a CSS class.
+    `marked` gives the indices of rows that get a CSS class. Without rows there is no table.
     """
+    if not rows:
+        return ""
     columns = zip(*rows, strict=True)
     styles = [" class=number" if all(map(_NUMBER.fullmatch, c)) else "" for c in columns]
     names = (f"<th{style}>{escape(name)}</th>" for name, style in zip(head, styles, strict=True))

@@ -96,9 +96,7 @@ def _laid_out(gradients: Tree, names: Tree) -> Tree:
     """Returns float32 gradients in the gradients' sharding (a no-op where ops did it already)."""
     leaves, structure = jax.tree.flatten(gradients)
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    out = [
-        sharding.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)
-    ]
+    out = [sharding.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)]
     return jax.tree.unflatten(structure, out)
 
 

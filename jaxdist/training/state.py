@@ -57,7 +57,7 @@ def describe(build: Callable[[nnx.Rngs], nnx.Module]) -> ModelSpec:
     """Returns the spec of the model that `build(rngs)` makes; nothing is allocated."""
     with nnx.use_eager_sharding(False):
         model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     names = jax.tree.map(_logical_names, parameters, is_leaf=_is_variable)
     return ModelSpec(build, graph, _pure(parameters), _pure(rest), _pure(names))
 
@@ -65,7 +65,8 @@ def describe(build: Callable[[nnx.Rngs], nnx.Module]) -> ModelSpec:
 def fresh_arrays(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> tuple[Tree, Tree]:
     """Returns (trainable, model state) of a newly initialised model."""
     with nnx.use_eager_sharding(False):
-        _, parameters, rest = nnx.split(build(nnx.Rngs(key)), nnx.Param, ...)
+        model = build(nnx.Rngs(key))
+    _, parameters, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     return _pure(parameters), _pure(rest)
 
 
@@ -73,7 +74,7 @@ def _is_variable(x) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _logical_names(variable: nnx.Variable) -> nnx.Variable:
+def _logical_names(variable: nnx.Variable) -> Names:
     """Returns the variable's logical names; flax's own annotations are read too."""
     found = variable.get_metadata()
     names = found.get("logical") or found.get("out_sharding") or found.get("sharding_names") or ()

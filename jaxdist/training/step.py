@@ -70,7 +70,7 @@ def build_train_step(
       ConfigError: a parameter's dim that its mesh axis does not divide.
     """
     sharding.place(spec.named_parameters(), rules)
-    transform = build_optimizer(optimizer, lambda _: 1.0, spec.trainable, spec.names)
+    transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
     abstract = jax.eval_shape(lambda: _fresh_state(spec, transform, config))
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
@@ -113,9 +113,7 @@ def build_train_step(
     )
 
 
-def _update(
-    state, found, batch, transform, schedule, optimizer, config, spec
-) -> tuple[State, Metrics]:
+def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, unchanged if they are not finite."""
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
@@ -182,6 +180,11 @@ def _fresh_state(spec: ModelSpec, transform, config: StepConfig) -> State:
     return State(jnp.int32(0), trainable, {}, model_state, opt_state, ema)
 
 
+def _unit_rate(_: Any) -> jax.Array:
+    """Leaves updates as they are: the rate is applied by the step."""
+    return jnp.float32(1)
+
+
 def _for_one_run(mesh: Mesh) -> dict[str, int] | None:
     """Returns compiler options for a program that runs once.
 
@@ -198,17 +201,14 @@ def _key(seed: int, purpose: int) -> jax.Array:
 # --- shardings ------------------------------------------------------------------------------------
 
 
-def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> State:
+def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> Any:
     stored = _specs(spec, rules.stored)
     state = _specs(spec, rules.state)
+    whole = jax.tree.map(lambda _: P(), abstract)
     moments = state_specs(abstract.opt_state.optimizer, spec.trainable, state)
-    opt_state = OptState(moments, P(), P(), P())
-    return State(
-        step=P(),
+    return whole._replace(
         trainable=stored,
-        frozen={},
-        model_state=jax.tree.map(lambda _: P(), abstract.model_state),
-        opt_state=opt_state,
+        opt_state=whole.opt_state._replace(optimizer=moments),
         ema=None if abstract.ema is None else state,
     )
 
@@ -225,21 +225,15 @@ def _as_state(tree: Tree, names: Tree) -> Tree:
         return tree
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     leaves, structure = jax.tree.flatten(tree)
-    out = [
-        now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)
-    ]
+    out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
     return jax.tree.unflatten(structure, out)
 
 
-def _batch_shardings(
-    batch: Mapping[str, Any], mesh: Mesh, rules: Rules
-) -> dict[str, NamedSharding]:
+def _batch_shardings(batch: Mapping[str, Any], mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
     """Returns each batch entry's sharding: samples over the batch axes, [B, S] over context."""
 
     def of(x) -> NamedSharding:
-        names = (
-            ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
-        )
+        names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
         return NamedSharding(mesh, rules.activation(names, x.shape))
 
     return {name: of(x) for name, x in batch.items()}

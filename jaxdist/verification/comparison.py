@@ -27,8 +27,8 @@ class Bands:
 # A step left out is an update error of 1, a wrong direction 1.4. Optimizers that look at signs
 # (Adam's first update) or orthogonalise (Muon) make 0.02 of gradient error up to 0.25 of an update.
 BANDS = {
-    "float32": Bands(1e-6, 1e-5, 1e-6, math.inf),
-    "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.5),
+    "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
+    "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
 }
 
 

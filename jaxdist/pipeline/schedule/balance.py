@@ -35,9 +35,7 @@ def microbatch_options(
     """
     if bubble_fraction(stages, microbatches, chunks) <= target:
         return ()
-    counts = [
-        n for n in sorted(set(choices)) if n > microbatches and (chunks == 1 or not n % stages)
-    ]
+    counts = [n for n in sorted(set(choices)) if n > microbatches and (chunks == 1 or not n % stages)]
     most = layers // stages if microbatches % stages == 0 else 0
     pieces = [v for v in range(chunks + 1, most + 1) if layers % (stages * v) == 0]
     options = [
@@ -48,9 +46,7 @@ def microbatch_options(
         ],
     ]
     return tuple(
-        next((option for option in row if option.bubble <= target), row[-1])
-        for row in options
-        if row
+        next((option for option in row if option.bubble <= target), row[-1]) for row in options if row
     )
 
 
@@ -121,9 +117,7 @@ def balance(
         extra += (embed_cost + head_cost) / (places if edges == "sharded" else chunks)
     loads = _loads(costs, cut, extra)
     better = _best_cut(costs, extra)
-    imbalances = [
-        float(load.max() / load.mean() - 1) for load in (loads, _loads(costs, better, extra))
-    ]
+    imbalances = [float(load.max() / load.mean() - 1) for load in (loads, _loads(costs, better, extra))]
     by_stage = loads.reshape(chunks, stages).T
     return Balance(
         cut=cut,

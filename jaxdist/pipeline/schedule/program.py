@@ -94,12 +94,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     """
     if faults := check(schedule):
         raise ScheduleError(faults)
-    p, m, v, table = schedule.stages, schedule.microbatches, schedule.chunks, schedule.table
-    at = np.zeros((2, m, p * v), np.int64)  # tick of each op, by place
-    t, s, slot = np.nonzero(table >= 0)
-    microbatch, chunk = np.divmod(table[t, s, slot], v)
-    at[slot, microbatch, chunk * p + s] = t
-    f, b = at
+    p, v = schedule.stages, schedule.chunks
+    f, b = _locate(schedule)
     # Inputs live from arrival to B. A hop arrives after B of the tick before: it counts from `f+1`.
     x_from = np.concatenate([f[:, :1], f[:, :-1] + 1], axis=1)
     g_from = np.concatenate([b[:, 1:] + 1, f[:, -1:]], axis=1)
@@ -110,7 +106,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     stage_of, chunk_of = np.mod(k, p), np.floor_divide(k, p)
 
     def row(value: np.ndarray, empty: int, tick: np.ndarray, places: slice) -> np.ndarray:
-        out = np.full(table.shape[:2], empty, np.int32)
+        out = np.full(schedule.table.shape[:2], empty, np.int32)
         out[tick[:, places], stage_of[:, places]] = value[:, places]
         return out
 
@@ -129,8 +125,26 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
         rx=row(x, nx, x_from - 1, slice(1, None)),
     )
     edges = [row(i, -1, f, first), row(i, -1, f, last), row(i, -1, b, first)]
-    e_mb, h_mb, eb_mb = (edge.max(axis=1) for edge in edges)
-    ticks = Ticks(
+    ticks = _ticks(rows, *(edge.max(axis=1) for edge in edges), trash=(nx, ng))
+    runs = _runs(ticks, KINDS[:5])
+    runs = runs if len(runs) <= max_runs else _runs(ticks, ("forward", "backward"))
+    return Program(schedule, rows, ticks, runs, nx, ng, live_x, live_g)
+
+
+def _locate(schedule: Schedule) -> np.ndarray:
+    """Returns the tick of each op, [2, microbatches, places], of a valid table."""
+    tick, stage, slot = np.nonzero(schedule.table >= 0)
+    microbatch, chunk = np.divmod(schedule.table[tick, stage, slot], schedule.chunks)
+    places = schedule.stages * schedule.chunks
+    at = np.zeros((2, schedule.microbatches, places), np.int64)
+    at[slot, microbatch, chunk * schedule.stages + stage] = tick
+    return at
+
+
+def _ticks(
+    rows: Rows, e_mb: np.ndarray, h_mb: np.ndarray, eb_mb: np.ndarray, *, trash: tuple[int, int]
+) -> Ticks:
+    return Ticks(
         e_mb=e_mb,
         h_mb=h_mb,
         eb_mb=eb_mb,
@@ -139,12 +153,9 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
         any_head=h_mb >= 0,
         any_backward=np.any(rows.b_mb >= 0, axis=1),
         any_embed_backward=eb_mb >= 0,
-        any_hop=np.any(rows.rx < nx, axis=1),
-        any_gradient_hop=np.any(rows.rg < ng, axis=1),
+        any_hop=np.any(rows.rx != trash[0], axis=1),
+        any_gradient_hop=np.any(rows.rg != trash[1], axis=1),
     )
-    runs = _runs(ticks, KINDS[:5])
-    runs = runs if len(runs) <= max_runs else _runs(ticks, ("forward", "backward"))
-    return Program(schedule, rows, ticks, runs, nx, ng, live_x, live_g)
 
 
 def _colour(start: np.ndarray, end: np.ndarray, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:

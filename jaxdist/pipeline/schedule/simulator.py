@@ -80,9 +80,7 @@ def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
     )
 
 
-def _phases(
-    program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray
-) -> np.ndarray:
+def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     rows, ticks, stages = program.rows, program.ticks, program.schedule.stages
     stage, share = np.arange(stages), stages if costs.edges == "sharded" else 1
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
@@ -115,10 +113,11 @@ def draw_text(schedule: Schedule) -> str:
 
 
 _ROW, _LEFT, _TOP = 24, 64, 30  # pixels
-_STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#222}.n{fill:#fff;text-anchor:middle}"
-    ".f{fill:#2f6fb7}.b{fill:#b3572a}.i{fill:#8882}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+_STYLE = (  # below one class, as styles of an inline SVG hold for the whole page
+    ".timeline text{font:11px system-ui,sans-serif;fill:#222}"
+    "@media(prefers-color-scheme:dark){.timeline text{fill:#ddd}}"
+    ".timeline text.n{fill:#fff;text-anchor:middle}"
+    ".timeline .f{fill:#2f6fb7}.timeline .b{fill:#b3572a}.timeline .i{fill:#8882}"
 )
 
 
@@ -135,32 +134,29 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960
         raise ScheduleError(result.faults)
     ends = result.phases.cumsum().reshape(result.phases.shape)
     scale = (width - _LEFT) / result.time
+    chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     title = html.escape(
         f"{schedule.name or 'schedule'}: {schedule.stages} stages, {schedule.microbatches} "
-        f"microbatches, {schedule.chunks} chunks · {result.ticks} ticks, bubble "
-        f"{result.bubble:.1%}, live inputs {max(result.live_inputs)}"
+        f"microbatches{chunks} · {result.ticks} ticks, bubble {result.bubble:.1%}, "
+        f"live inputs {max(result.live_inputs)}"
     )
     height = _TOP + _ROW * schedule.stages
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{title}"><title>{title}</title><style>{_STYLE}</style>'
         f'<text x="0" y="14">{title}</text>'
     ]
     for stage in range(schedule.stages):
         y = _TOP + _ROW * stage
         parts.append(f'<text x="0" y="{y + 14}">stage {stage}</text>')
-        parts.append(
-            f'<rect class="i" x="{_LEFT}" y="{y}" width="{width - _LEFT}" height="{_ROW - 4}"/>'
-        )
+        parts.append(f'<rect class="i" x="{_LEFT}" y="{y}" width="{width - _LEFT}" height="{_ROW - 4}"/>')
     for tick, stage, slot in np.argwhere(schedule.table >= 0).tolist():
         phase = PHASES.index("backward" if slot else "forward")
         long = result.phases[tick, phase] * scale
         left = _LEFT + ends[tick, phase] * scale - long
         label = schedule.labels(tick, stage)[slot]
         chunk = schedule.table[tick, stage, slot] % schedule.chunks
-        parts.append(
-            _box("fb"[slot], left, _TOP + _ROW * stage, long, label, 1 - 0.15 * (chunk % 5))
-        )
+        parts.append(_box("fb"[slot], left, _TOP + _ROW * stage, long, label, 1 - 0.15 * (chunk % 5)))
     return "".join(parts) + "</svg>\n"
 
 
