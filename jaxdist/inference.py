@@ -255,7 +255,7 @@ class TrainedRun:
         )
         with loader:
             found = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
-        per_token = dataset.bytes_per_token
+        per_token = dataset.validation_bytes_per_token
         return HeldOut(
             step=int(self.state.step),
             loss=found.loss,

@@ -10,11 +10,11 @@ import pytest
 from jaxdist import config as config_module
 from jaxdist.config import ConfigError
 from jaxdist.data import ByteTokenizer, DataConfig, SourceError, load_tokenizer, open_dataset
-from jaxdist.data.formats import TokenFile, TokenStore
-from jaxdist.data.opening import sources_of, split
+from jaxdist.data.corpora import sources_of
+from jaxdist.data.dataset import split
+from jaxdist.data.formats import TokenFile, TokenStore, group_of
 from jaxdist.data.order import Mixture, order_key, permute
-from jaxdist.data.packing import PackedDocuments, best_fit, plan_packing
-from jaxdist.data.windows import Windows
+from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
 
 LENGTH_S = 16
 
@@ -29,18 +29,12 @@ def write_texts(folder: Path, count: int = 60) -> Path:
 
 
 def open_texts(folder: Path, tmp_path: Path, lines: list | None = None, seed=0, **options):
-    options = {
-        "source": "text",
-        "path": str(folder),
-        "cache_dir": str(tmp_path / "cache"),
-    } | options
+    options = {"source": "text", "path": str(folder), "cache_dir": str(tmp_path / "cache")} | options
     log = (lines if lines is not None else []).append
     return open_dataset(DataConfig(**options), sequence_length=LENGTH_S, seed=seed, log=log)
 
 
-def store_of(
-    tmp_path: Path, documents: list[np.ndarray], gap: int = 0, files: int = 1
-) -> TokenStore:
+def store_of(tmp_path: Path, documents: list[np.ndarray], gap: int = 0, files: int = 1) -> TokenStore:
     """Returns documents in `files` files, with `gap` junk tokens between neighbours."""
     owner = np.sort(np.arange(len(documents)) % files)
     starts, token_files = [], []
@@ -65,6 +59,11 @@ def store_of(
         max_id=None,
         fingerprint="test",
     )
+
+
+def validation_batches(dataset, global_size: int) -> list[dict[str, np.ndarray]]:
+    count = dataset.num_validation_batches(global_size)
+    return [dataset.validation_batch(number, global_size) for number in range(count)]
 
 
 def numbered(lengths) -> list[np.ndarray]:
@@ -96,8 +95,15 @@ def test_permutations_of_four_are_uniform():
 
 def test_order_reaches_indices_beyond_32_bits():
     start = 10 * 2**40
-    assert np.array_equal(np.sort(permute(np.arange(start, start + 64), 2**40, 1))[:1] >= 0, [True])
-    assert len(np.unique(permute(np.arange(start, start + 1000), 2**40, 1))) == 1000
+    order = permute(np.arange(start, start + 1000), 2**40, 1)
+    assert order.min() >= 0 and len(np.unique(order)) == 1000
+
+
+def test_sources_of_different_sizes_are_permuted_together():
+    index, sizes = np.arange(300), np.array([7, 50, 1000])[np.arange(300) % 3]
+    keys = np.array([order_key(1, str(size)) for size in sizes], np.uint64)
+    alone = [permute(index[i : i + 1], int(sizes[i]), int(keys[i]))[0] for i in index]
+    assert permute(index, sizes, keys).tolist() == alone
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.7, 0.3], [5, 3, 1.5, 0.5], [0.9999, 0.0001]])
@@ -125,9 +131,8 @@ def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit
     documents = numbered([1, 40, 0, 7, 90, 2, 33, 33])
     chosen = np.array([True, True, True, False, True, True, True, False])
     stream = np.concatenate([d for d, c in zip(documents, chosen, strict=True) if c])
-    windows = Windows(
-        store_of(tmp_path, documents, gap, files), chosen, LENGTH_S, validation_limit=limit
-    )
+    store = store_of(tmp_path, documents, gap, files)
+    windows = Windows(store, chosen, LENGTH_S, limit=limit, partial=True)
     assert windows.num_targets == (limit or len(stream) - 1)
     batch = windows.read(np.arange(windows.num_rows + 2))
     scored = batch["weights"] == 1
@@ -140,7 +145,7 @@ def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit
 
 def test_windows_do_not_depend_on_how_many_are_read(tmp_path):
     store = store_of(tmp_path, numbered([30] * 10), gap=1, files=2)
-    windows = Windows(store, np.ones(10, bool), LENGTH_S)
+    windows = Windows(store, np.ones(10, bool), LENGTH_S, partial=False)
     rows = np.array([5, 0, 17, 3])
     together = windows.read(rows)
     for place, row in enumerate(rows):
@@ -229,8 +234,7 @@ def test_an_epoch_shows_every_sample_once(tmp_path):
 def test_validation_scores_each_held_out_token_once(tmp_path, packing):
     dataset = open_texts(write_texts(tmp_path / "texts"), tmp_path, packing=packing)
     for size in (1, 4, 7, 1000):
-        batches = list(dataset.validation_batches(size))
-        assert len(batches) == dataset.num_validation_batches(size)
+        batches = validation_batches(dataset, size)
         assert all(batch["tokens"].shape == (size, LENGTH_S) for batch in batches)
         assert sum(batch["weights"].sum() for batch in batches) == dataset.num_validation_tokens
 
@@ -241,13 +245,11 @@ def test_train_and_validation_share_no_document(tmp_path):
     text = {s: "" for s in ("train", "validation")}
     count = dataset.num_train_samples
     train = dataset.read("train", np.arange(count))
-    held = next(dataset.validation_batches(200))
+    held = dataset.validation_batch(0, 200)
     for name, batch in (("train", train), ("validation", held)):
         text[name] = dataset.tokenizer.decode(batch["tokens"][batch["weights"] > 0])
     names = [f"<{number}>" for number in range(60)]
-    sides = [
-        ("train" * (n in text["train"]), "validation" * (n in text["validation"])) for n in names
-    ]
+    sides = [("train" * (n in text["train"]), "validation" * (n in text["validation"])) for n in names]
     assert all(bool(a) != bool(b) for a, b in sides) and any(b for _, b in sides)
 
 
@@ -320,7 +322,7 @@ def test_mixture_proportions_resume_and_validation(tmp_path):
     for step in (29, 3, 17):
         again = fresh.train_batch(step, 8, slice(2, 5))
         assert all(np.array_equal(straight[step][name][2:5], again[name]) for name in again)
-    batches = list(dataset.validation_batches(5))
+    batches = validation_batches(dataset, 5)
     assert sum(b["weights"].sum() for b in batches) == dataset.num_validation_tokens > 0
 
 
@@ -371,10 +373,15 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     end = tokenizer.end_of_document
     assert end is not None and end not in tokenizer.encode(text)  # text cannot end a document
-    held = next(dataset.validation_batches(100))
+    held = dataset.validation_batch(0, 100)
     used = held["weights"] > 0
     assert np.sum(held["targets"][used] == end) > 0 and not np.any(held["tokens"][used] == end)
     assert dataset.bytes_per_token > 1.5
+    files = [f for f in folder.rglob("*.txt") if group_of([f.relative_to(folder).as_posix()])[0] < 13]
+    tokens = used.sum() + len(files)  # a document's first token is no target
+    assert len(files) > 1 and dataset.validation_bytes_per_token != dataset.bytes_per_token
+    size = sum(file.stat().st_size for file in files)
+    assert dataset.validation_bytes_per_token * tokens == pytest.approx(size)
     open_dataset(options, sequence_length=64, log=(again := []).append)
     assert not any("training a" in line for line in again)
     with pytest.raises(ConfigError, match="vocab_size=256"):
@@ -394,10 +401,7 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         ({"source": "megatron", "path": "/nowhere/x"}, "/nowhere/x.idx"),
         ({"source": "bin", "packing": "documents"}, "data.packing=documents"),
         ({"source": "mixture"}, "data.mixture"),
-        (
-            {"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")},
-            "weight:source:path",
-        ),
+        ({"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")}, "weight:source:path"),
         ({"mixture": ("1:text:a",)}, "data.mixture"),
         ({"validation_share": 256}, "data.validation_share=256"),
         ({"tokenizer": "bpe:12"}, "SIZE >= 257"),
@@ -422,9 +426,7 @@ def test_small_and_empty_corpora_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no documents"):
         open_texts(empty, tmp_path)
     (empty / "short.txt").write_text("x" * LENGTH_S)
-    with pytest.raises(
-        ConfigError, match=f"16 training tokens, but one sample needs {LENGTH_S + 1}"
-    ):
+    with pytest.raises(ConfigError, match=f"16 training tokens, but one sample needs {LENGTH_S + 1}"):
         open_texts(empty, tmp_path, validation_share=0)
     (empty / "short.txt").write_text("x" * (LENGTH_S + 1))
     dataset = open_texts(empty, tmp_path, validation_share=0)
@@ -447,7 +449,8 @@ def test_a_source_that_ends_is_named(tmp_path):
     (cache,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
     with cache.open("r+b") as stream:
         stream.truncate(10)
-    with pytest.raises(SourceError, match="text .*texts ended or failed: .*shrank to 10 bytes"):
+    fault = "text .*texts ended or failed at train sample 4: .*shrank to 10 bytes"
+    with pytest.raises(SourceError, match=fault):
         dataset.train_batch(1, 4)
 
 

@@ -47,9 +47,8 @@ def test_bin_holds_out_blocks_or_another_file(tmp_path):
     tokens[:500].astype(np.uint16).tofile(tmp_path / "val.bin")
     path = str(tmp_path / "train.bin")
     dataset = opened(tmp_path, source="bin", path=path, validation_tokens=BLOCK_TOKENS * 40)
-    held = {
-        t for b in dataset.validation_batches(512) for t in np.unique(b["tokens"][b["weights"] > 0])
-    }
+    batches = [dataset.validation_batch(n, 512) for n in range(dataset.num_validation_batches(512))]
+    held = {t for b in batches for t in np.unique(b["tokens"][b["weights"] > 0])}
     train = set(np.unique(dataset.read("train", np.arange(dataset.num_train_samples))["tokens"]))
     assert 5 < len(held) < 30 and not held & train and len(held | train) == 300
     other = opened(tmp_path, source="bin", path=path, validation_path=str(tmp_path / "val.bin"))
@@ -63,10 +62,8 @@ def test_bin_with_header_and_several_shards(tmp_path):
         body = (np.arange(1000) + 1000 * number).astype(np.uint16)
         (tmp_path / f"fineweb_{number}.bin").write_bytes(header.tobytes() + body.tobytes())
     store = open_bin(DataConfig(source="bin", path=str(tmp_path / "fineweb_*.bin")))
-    assert store.num_tokens == 3000 and store.max_id == 2999
-    dataset = opened(
-        tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0
-    )
+    assert store.length.sum() == 3000 and store.max_id == 2999
+    dataset = opened(tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0)
     count = 2999 // LENGTH_S * LENGTH_S
     assert np.array_equal(stream_of(dataset), np.arange(1, count + 1))  # across shards
 
@@ -117,9 +114,7 @@ def test_megatron_documents_of_several_sequences(tmp_path):
 
 def test_megatron_trains_packed(tmp_path):
     write_megatron(tmp_path / "corpus", [np.full(50, n) for n in range(200)])
-    dataset = opened(
-        tmp_path, source="megatron", path=str(tmp_path / "corpus"), packing="documents"
-    )
+    dataset = opened(tmp_path, source="megatron", path=str(tmp_path / "corpus"), packing="documents")
     batch = dataset.train_batch(0, 16)
     used = batch["weights"] > 0
     assert used.any() and np.array_equal(batch["tokens"][used], batch["targets"][used])
@@ -167,9 +162,7 @@ def test_jsonl_plain_and_compressed_agree(tmp_path):
     assert plain.num_train_tokens < sum(len(record["body"]) for record in RECORDS)
 
 
-@pytest.mark.parametrize(
-    "line,words", [("{", "not JSON"), ('{"a": 1}', "has: a"), ("[1]", "has: list")]
-)
+@pytest.mark.parametrize("line,words", [("{", "not JSON"), ('{"a": 1}', "has: a"), ("[1]", "has: list")])
 def test_jsonl_faults_name_the_line(tmp_path, line, words):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(ConfigError, match="line 2") as caught:
@@ -200,14 +193,16 @@ def test_parquet_equals_jsonl(tmp_path):
 
 def test_huggingface_folder_equals_jsonl(tmp_path):
     datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
-    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "hf")
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
-    one = opened(tmp_path, source="huggingface", path=str(tmp_path / "hf"), text_field="body")
-    two = opened(tmp_path, source="jsonl", path=str(tmp_path / "a.jsonl"), text_field="body")
     (tmp_path / "data").mkdir()
-    (tmp_path / "a.jsonl").rename(tmp_path / "data" / "train.jsonl")
-    name = str(tmp_path / "data")  # through load_dataset, with a split
-    three = opened(tmp_path, source="huggingface", path=f"{name}::train", text_field="body")
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    name = str(tmp_path / "data")
+    datasets.load_dataset(name, split="train").save_to_disk(tmp_path / "hf")
+    paths = {"huggingface": (str(tmp_path / "hf"), f"{name}::train"), "jsonl": (name,)}
+    one, two, three = (
+        opened(tmp_path, source=source, path=path, text_field="body")
+        for source in paths
+        for path in paths[source]
+    )
     assert one.fingerprint == two.fingerprint == three.fingerprint
     with pytest.raises(ConfigError, match="no column 'text'"):
         opened(tmp_path, source="huggingface", path=str(tmp_path / "hf"))

@@ -31,6 +31,12 @@ def shardings(name: str, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*("data", "context")[:ndim]))
 
 
+def by_name() -> dict[str, NamedSharding]:
+    """Returns the shardings of all entries."""
+    names = ("tokens", "targets", "weights", "positions", "segment_ids")
+    return {name: shardings(name, 2) for name in names} | {"sample": shardings("sample", 1)}
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "jaxdist" in thread.name]
 
@@ -39,7 +45,7 @@ def threads() -> list[str]:
 @pytest.mark.parametrize("split_reading", [False, True])
 def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch, split_reading):
     options = {"prefetch": prefetch, "split_reading": split_reading}
-    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings, start=7, **options) as loader:
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=7, **options) as loader:
         for step in range(7, 12):
             assert loader.step == step
             batch, expected = next(loader), dataset.train_batch(step, GLOBAL_G)
@@ -55,7 +61,7 @@ def test_constant_entries_stay_on_the_device(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 1000)
     config = DataConfig(source="text", path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"))
     dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
-    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings) as loader:
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name()) as loader:
         one, two = next(loader), next(loader)
     assert one["weights"] is two["weights"] and one["positions"] is two["positions"]
     assert one["tokens"] is not two["tokens"]
@@ -71,7 +77,7 @@ def test_a_process_reads_only_the_rows_of_its_devices(dataset):
             return {device: index for device, index in whole.items() if device in mine}
 
     full = shardings("tokens", 2)
-    placer = Placer(lambda name, ndim: Half(full.mesh, full.spec), GLOBAL_G, split_reading=True)
+    placer = Placer({"tokens": Half(full.mesh, full.spec)}, GLOBAL_G, split_reading=True)
     assert placer.rows.tolist() == [4, 5, 6, 7]
     read = dataset.train_batch(3, GLOBAL_G, placer.rows)
     whole = dataset.train_batch(3, GLOBAL_G)
@@ -79,7 +85,7 @@ def test_a_process_reads_only_the_rows_of_its_devices(dataset):
 
 
 def test_validation_ends_after_every_held_out_token(dataset):
-    with Loader(dataset, global_size=GLOBAL_G, shardings=shardings, split="validation") as loader:
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), split="validation") as loader:
         batches = list(loader)
     assert len(batches) == dataset.num_validation_batches(GLOBAL_G) > 1
     total = sum(float(batch["weights"].sum()) for batch in batches)
@@ -87,39 +93,28 @@ def test_validation_ends_after_every_held_out_token(dataset):
     assert not threads()
 
 
-class Dying:
-    """A source that fails at step 3."""
-
-    name = "dying corpus"
-
-    def __init__(self, dataset):
-        self._dataset = dataset
-
-    def train_batch(self, step, global_size, rows):
-        if step == 3:
-            raise OSError("disk gone")
-        return self._dataset.train_batch(step, global_size, rows)
-
-    num_validation_batches = validation_batch = None
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_dying_source_is_reported_after_the_good_batches(dataset, prefetch):
-    loader = Loader(
-        Dying(dataset), global_size=GLOBAL_G, shardings=shardings, start=1, prefetch=prefetch
-    )
+def test_a_dying_source_is_reported_after_the_good_batches(dataset, tmp_path, monkeypatch, prefetch):
+    read, (cache,) = dataset.train_batch, (tmp_path / "cache").glob("tokens-*/tokens.bin")
+
+    def until_step_3(step, *others):
+        if step == 3:
+            cache.write_bytes(b"")
+        return read(step, *others)
+
+    monkeypatch.setattr(dataset, "train_batch", until_step_3)
+    loader = Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=1, prefetch=prefetch)
     next(loader), next(loader)
-    with pytest.raises(SourceError, match="train batch 3 .*dying corpus: OSError: disk gone") as e:
+    with pytest.raises(SourceError, match="train sample 24: .*shrank to 0 bytes") as caught:
         next(loader)
-    assert isinstance(e.value.__cause__, OSError)
-    assert not threads()
+    assert isinstance(caught.value.__cause__, OSError) and not threads()
     with pytest.raises(RuntimeError, match="closed"):
         next(loader)
 
 
 def test_close_ends_the_thread(dataset):
-    loader = Loader(dataset, global_size=GLOBAL_G, shardings=shardings)
-    assert threads() == ["jaxdist-train-data"]
+    loader = Loader(dataset, global_size=GLOBAL_G, shardings=by_name())
+    assert len(threads()) == 1 and threads()[0].startswith("jaxdist-train-data")
     next(loader)
     loader.close()
     loader.close()
@@ -135,5 +130,5 @@ def test_validation_of_nothing_is_refused(tmp_path):
     )
     dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
     with pytest.raises(ConfigError, match="nothing is held out"):
-        Loader(dataset, global_size=GLOBAL_G, shardings=shardings, split="validation")
+        Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), split="validation")
     assert not threads()

@@ -55,9 +55,7 @@ def test_the_compiler_never_grants_much_more_memory_than_is_sold():
 
 def test_flags_are_added_behind_the_users_own():
     flags = hardware.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
-    assert flags["XLA_FLAGS"] == (
-        "--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true"
-    )
+    assert flags["XLA_FLAGS"] == ("--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true")
     assert flags["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
 
 

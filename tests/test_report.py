@@ -75,8 +75,7 @@ class Page(HTMLParser):
     def count(self, tag, **attributes):
         wanted = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
         return sum(
-            name == tag and all(given.get(k) == v for k, v in wanted.items())
-            for name, given in self.tags
+            name == tag and all(given.get(k) == v for k, v in wanted.items()) for name, given in self.tags
         )
 
 

@@ -28,10 +28,7 @@ def parameters():
         "head_DV": (D, V),
     }
     random = np.random.default_rng(0)
-    return {
-        name: (0.1 * random.standard_normal(shape)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    return {name: (0.1 * random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
 def loss(params, tokens_BS, remat=False):
@@ -106,9 +103,7 @@ def test_compiled_training_step_equals_the_formula_and_remat_adds_to_it():
     assert plain.notes == ()
     assert plain.total == formula("full") * TOKENS
 
-    remat = flops.hlo_flops(
-        compiled_text(jax.grad(lambda p, t: loss(p, t, remat=True)), params, TOKENS_BS)
-    )
+    remat = flops.hlo_flops(compiled_text(jax.grad(lambda p, t: loss(p, t, remat=True)), params, TOKENS_BS))
     blocks = (formula("full") - 6 * D * V) * TOKENS
     assert plain.total < remat.total <= plain.total + blocks / 3
     assert remat.total > plain.total + 0.6 * blocks / 3
@@ -145,9 +140,7 @@ def test_convolutions_agree_between_jaxpr_and_compiled_gradient():
 def test_window_pairs_against_enumeration():
     grid = itertools.product((1, 5, 7), (1, 3, 4), (1, 4, 9), (-1, 0, 2), (1, 2, 3), (1, 3), (1, 2))
     for size, kernel, out, pad, stride, dilation, kernel_dilation in grid:
-        places = (
-            o * stride + tap * kernel_dilation - pad for o in range(out) for tap in range(kernel)
-        )
+        places = (o * stride + tap * kernel_dilation - pad for o in range(out) for tap in range(kernel))
         expected = sum(p >= 0 and p % dilation == 0 and p // dilation < size for p in places)
         got = flops._window_pairs(size, kernel, out, pad, stride, dilation, kernel_dilation)
         assert got == expected

@@ -27,9 +27,7 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
     value = 0.1 + 0.2
     third = jnp.float32(1) / 3
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
-        writer.write(
-            1, {"loss": value, "grad_norm": third, "tokens_seen": np.int64(7), "mfu": None}
-        )
+        writer.write(1, {"loss": value, "grad_norm": third, "tokens_seen": np.int64(7), "mfu": None})
         writer.write(2, {"loss": math.nan, "grad_norm": math.inf, "x": -math.inf})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
 

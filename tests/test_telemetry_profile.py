@@ -4,9 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from jaxdist.telemetry import profile
+
+# jaxlib 0.12 on Python 3.12: its own type of event, made when first read; an error there aborts.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute")
 
 
 def scanned(weights_LDD, x_BD):

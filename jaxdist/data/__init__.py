@@ -1,10 +1,8 @@
-"""Data: corpora, tokenizers, token files, and samples in an order that depends on nothing else
-than (seed, global sample index). Device placement is in `jaxdist.data.loader`; the rest needs no
-jax."""
+"""Data: corpora, tokenizers, token files, and samples in an order that depends on nothing else than
+(seed, global sample index). Device placement is in `jaxdist.data.loader`; the rest needs no jax."""
 
-from jaxdist.data.dataset import Dataset, SourceError
-from jaxdist.data.opening import open_dataset
-from jaxdist.data.options import DataConfig
+from jaxdist.data.corpora import DataConfig
+from jaxdist.data.dataset import Dataset, SourceError, open_dataset
 from jaxdist.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [

@@ -10,18 +10,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxdist.config import ConfigError
 from jaxdist.data.tokenizer import digest
 
-END_OF_DOCUMENT = "<|endoftext|>"
 # Names under which published vocabularies hold the end of a document; the first one present wins.
-_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
 # More text than this hardly changes the merges of vocabularies up to 64k; it bounds the time.
-TRAINING_CHARACTERS = 100_000_000
+_TRAINING_CHARACTERS = 100_000_000
 
 
 class BpeTokenizer:
-    """A tokenizer.json file."""
+    """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to nothing."""
 
-    def __init__(self, content: str, name: str):
-        self.content, self.name = content, name
+    def __init__(self, content: str):
+        self.content: str | None = content
         self._tokenizer = Tokenizer.from_str(content)
         # A document that spells "<|endoftext|>" holds these characters, not the end of a document.
         self._tokenizer.encode_special_tokens = True
@@ -33,27 +32,21 @@ class BpeTokenizer:
         self.fingerprint = digest(self._tokenizer.to_str())
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, [length] int32."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return self.encode_documents([text])[0]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, [length] int32, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids; special ids leave nothing."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def load(path: Path) -> BpeTokenizer:
     """Returns the tokenizer of a tokenizer.json file.
-
-    Raises:
-      ConfigError: where the file is no such thing.
-    """
+    Raises ConfigError where the file is no such thing."""
     try:
-        return BpeTokenizer(path.read_text(encoding="utf-8"), f"{path.parent.name}/{path.name}")
+        return BpeTokenizer(path.read_text(encoding="utf-8"))
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(
             f"data.tokenizer={path}: not a tokenizer.json that `tokenizers` reads: {error}"
@@ -64,18 +57,18 @@ def train(texts: Sequence[Iterable[str]], size: int) -> str:
     """Returns the tokenizer.json of a byte-level BPE with `size` ids.
 
     Args:
-      texts: of each source; of each, the first TRAINING_CHARACTERS / number of sources are used.
+      texts: of each source; of each, the first 100 million characters / number of sources are used.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[_END_NAMES[0]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so that every text can be encoded
         show_progress=False,
     )
-    share = TRAINING_CHARACTERS // len(texts)
+    share = _TRAINING_CHARACTERS // len(texts)
     tokenizer.train_from_iterator(chain(*(_capped(source, share) for source in texts)), trainer)
     return tokenizer.to_str()
 

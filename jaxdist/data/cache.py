@@ -22,9 +22,9 @@ from jaxdist.data.corpora import Corpus, Document
 from jaxdist.data.formats import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer, digest
 
-VERSION = 1  # of the layout above; part of the key
+_VERSION = 1  # of the layout above; part of the key
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
-_PROGRESS_S = 5.0
+_PROGRESS_S = 5.0  # between two lines of progress
 
 Log = Callable[[str], None]
 
@@ -33,11 +33,8 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) ->
     """Returns the corpus as tokens, from `folder` if they are there, else made and kept there.
 
     Each document ends with the tokenizer's end-of-document id, if it has one.
-
-    Raises:
-      ConfigError: where the corpus is empty or the folder cannot be written.
-    """
-    key = digest(VERSION, corpus.name, corpus.stamp, tokenizer.fingerprint)[:16]
+    Raises ConfigError where the corpus is empty or the folder cannot be written."""
+    key = digest(_VERSION, corpus.name, corpus.stamp, tokenizer.fingerprint)[:16]
     target = folder / f"tokens-{key}"
     with one_builder(target, log):
         store = _load(target, corpus.name)
@@ -51,26 +48,23 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) ->
 @contextlib.contextmanager
 def one_builder(target: Path, log: Log) -> Iterator[None]:
     """Holds the lock of `target`, so that processes of one machine do its work once.
-
-    Raises:
-      ConfigError: where the folder cannot be written.
-    """
+    Raises ConfigError where files cannot be read or written, now or in the body."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(f"{target}.lock", "w")  # noqa: SIM115  closed below; closing releases it
+        with open(f"{target}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log(f"data: waiting for another process that makes {target.name}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks: the work may be done twice, the rename still wins
+            yield
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir={target.parent}: cannot be written ({error}). Set data.cache_dir."
+            f"data.cache_dir={target.parent}: cannot make {target.name} ({error}). "
+            "Free space there, or set data.cache_dir or data.path."
         ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"data: waiting for another process that makes {target.name}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: the work may be done twice, the rename still wins
-        yield
 
 
 def _load(target: Path, name: str) -> TokenStore | None:
@@ -84,17 +78,9 @@ def _load(target: Path, name: str) -> TokenStore | None:
     length, num_bytes, group = documents.T
     if length.sum() != meta["tokens"] or len(documents) != meta["documents"]:
         return None
-    return TokenStore(
-        name,
-        (file,),
-        file=np.zeros(len(documents), np.int32),
-        start=np.cumsum(length) - length,
-        length=length,
-        group=group.astype(np.uint8),
-        num_bytes=num_bytes,
-        max_id=meta["max_id"],
-        fingerprint=meta["fingerprint"],
-    )
+    owner, start, group = np.zeros(len(length), np.int32), np.cumsum(length) - length, group.astype(np.uint8)
+    about = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
+    return TokenStore(name, (file,), owner, start, length, group, num_bytes, **about)
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None:
@@ -107,18 +93,15 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None
             log(f"data: {target} is damaged; made again")
             shutil.rmtree(target)
         part.rename(target)
-    except OSError as error:
+    except OSError:
         if not (target / "meta.json").is_file():  # not just another process that was faster
-            raise ConfigError(
-                f"data.cache_dir={target.parent}: cannot write {target.name} ({error}). "
-                "Free space there or set data.cache_dir."
-            ) from error
+            raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
-    vocab = tokenizer.vocab_size
+    vocab, end = tokenizer.vocab_size, tokenizer.end_of_document
     dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
     rows: list[tuple[int, int, int]] = []
     content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
@@ -126,7 +109,9 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
     with (part / "tokens.bin").open("wb") as tokens, (part / "ids.txt").open("w") as names:
         for batch in _batches(corpus):
             texts = [document.text for document in batch]
-            ids = [_ended(i, tokenizer) for i in tokenizer.encode_documents(texts)]
+            ids = tokenizer.encode_documents(texts)
+            if end is not None:
+                ids = [np.append(document, end) for document in ids]
             block = np.concatenate(ids).astype(dtype)
             content.update(block.data)
             tokens.write(block.data)
@@ -143,7 +128,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
     table = np.asarray(rows, np.int64)
     np.save(part / "documents.npy", table)
     meta = {
-        "version": VERSION,
+        "version": _VERSION,
         "corpus": corpus.name,
         "summary": corpus.summary,
         "tokenizer": tokenizer.fingerprint,
@@ -162,17 +147,14 @@ def _amount(rows: list[tuple[int, int, int]]) -> str:
     return f"{len(rows)} documents, {size / 1e6:.2f} MB, {tokens} tokens"
 
 
-def _ended(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    end = tokenizer.end_of_document
-    return ids if end is None else np.append(ids, end)
-
-
 def _batches(corpus: Corpus) -> Iterator[list[Document]]:
     """Yields the documents in lists of about _BATCH_CHARACTERS characters."""
-    documents = iter(corpus.documents())
-    while first := next(documents, None):
-        batch, size = [first], len(first.text)
-        while size < _BATCH_CHARACTERS and (document := next(documents, None)):
-            batch.append(document)
-            size += len(document.text)
+    batch, size = [], 0
+    for document in corpus.documents():
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch

@@ -1,4 +1,6 @@
-"""Corpora: documents (id, text) of one source. What `data.path` means, per source:
+"""What to read: the options of the package, and corpora, the documents (id, text) of one source.
+
+What `data.path` means, per source:
 
   stdlib       unused. The sources of the running Python, without tests and bundled packages; where
                they are not installed as .py files, the topics of its reference (pydoc_data).
@@ -13,27 +15,95 @@ A document's id is its path below the folder or glob that found it, with `#line`
 file holds many (or the record's own `id`), so a corpus can be moved without changing its split.
 """
 
+import dataclasses
 import gzip
 import hashlib
 import importlib
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from jaxdist import extras
 from jaxdist.config import ConfigError
-from jaxdist.data.options import DataConfig
 from jaxdist.data.tokenizer import digest
 
-_STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "encodings"} | {
-    "site-packages",
-    "dist-packages",
-}
-_WILDCARDS = frozenset("*?[")
+Source = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet", "mixture"]
+_STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from, how they are cut into samples, and what is held out."""
+
+    source: Source = "stdlib"  # kind of corpus; stdlib = the sources of the running Python
+    path: str = ""  # files, folders or globs, comma separated; huggingface: NAME[:CONFIG[:SPLIT]]
+    mixture: tuple[str, ...] = ()  # for source=mixture: "weight:source:path", weight > 0
+    text_field: str = "text"  # name of the text field or column (jsonl, huggingface, parquet)
+    tokenizer: str = "bytes"  # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
+    packing: Literal["window", "documents"] = "window"  # documents: the loss crosses no border
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of headerless .bin files (source=bin)
+    validation_share: int = 13  # documents held out of every 256, chosen by hash of id, 0..255
+    validation_path: str = ""  # separate held-out corpus of the same source; then no hash split
+    validation_tokens: int = 0  # targets scored per evaluation and source; 0 = all, >= 0
+    cache_dir: str = "~/.cache/jaxdist"  # folder for tokenised corpora, trained BPE, packings
+    prefetch: int = 2  # batches prepared ahead by a thread; 0 = none, 0..64
+
+    def cache_folder(self) -> Path:
+        """Returns `cache_dir` with `~` resolved."""
+        return Path(self.cache_dir).expanduser()
+
+    def faults(self) -> list[str]:
+        """Returns one line per illegal or contradictory option."""
+        faults = []
+        if self.source not in ("stdlib", "mixture") and not self.path:
+            faults.append(f"data.source={self.source} needs data.path; it is empty. Set data.path.")
+        if (self.source == "mixture") != bool(self.mixture):
+            faults.append(
+                f"data.source={self.source} with {len(self.mixture)} entries in data.mixture: set "
+                'data.source=mixture and data.mixture=("0.7:stdlib:", "0.3:jsonl:FILE") together.'
+            )
+        if self.source == "mixture" and self.validation_path:
+            faults.append("data.validation_path is not used by a mixture: clear it.")
+        limits = {"validation_share": 255, "prefetch": 64, "validation_tokens": 2**62}
+        for name, high in limits.items():
+            if not 0 <= (value := getattr(self, name)) <= high:
+                faults.append(f"data.{name}={value}: required 0..{high}.")
+        if self.packing == "documents" and self.source == "bin":
+            faults.append(
+                "data.packing=documents needs documents, and a .bin file has none: "
+                "set data.packing=window or use data.source=megatron."
+            )
+        return faults
+
+
+def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
+    """Returns the weights and the single-source configs of a config; raises every fault of them."""
+    if config.source != "mixture":
+        return [1.0], [config]
+    weights, configs, faults = [], [], []
+    kinds = [kind for kind in typing.get_args(Source) if kind != "mixture"]
+    # One text may hold several entries, as the command line gives them; a path may hold commas too.
+    for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
+        if not found or float(found[1]) == 0 or found[2] not in kinds:
+            faults.append(
+                f"data.mixture entry {entry!r}: required weight:source:path with a weight > 0 and "
+                f"a source of {', '.join(kinds)}."
+            )
+            continue
+        source = typing.cast(Source, found[2])
+        weights.append(float(found[1]))
+        configs.append(dataclasses.replace(config, source=source, path=found[3], mixture=()))
+        faults += configs[-1].faults()
+    if faults:
+        raise ConfigError(faults)
+    return weights, configs
 
 
 class Document(NamedTuple):
@@ -43,57 +113,66 @@ class Document(NamedTuple):
     text: str
 
 
-class Corpus(Protocol):
-    """A set of documents in a fixed order."""
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A set of documents."""
 
     name: str  # "jsonl data/*.jsonl", for logs and errors
     stamp: str  # changes when the documents may have changed; cheap (sizes and times, not contents)
     summary: str  # one line: how much there is
-
-    def documents(self) -> Iterator[Document]:
-        """Yields all documents, always in the same order."""
-
-
-@dataclass(frozen=True)
-class File:
-    """A file and its path below the pattern that found it."""
-
-    path: Path
-    id: str
+    documents: Callable[[], Iterator[Document]]  # all of them, always in the same order
 
 
 def open_corpus(config: DataConfig) -> Corpus:
     """Returns the corpus of a text source (stdlib, text, jsonl, huggingface, parquet).
 
     Raises:
-      ConfigError: where nothing is found.
+      ConfigError: where nothing is found. `documents` raises it too, naming the file and line or
+        row that is not as it must be.
       ImportError: naming the extra that a source needs.
     """
     if config.source == "stdlib":
         return _stdlib()
     if config.source == "huggingface":
         return extras.load("jaxdist.data.huggingface", extra="hf").open_corpus(config)
-    suffixes = {"jsonl": (".jsonl", ".json", ".gz"), "parquet": (".parquet",), "text": ()}
-    files = find_files(config, suffixes[config.source])
-    if config.source == "parquet":
-        return extras.load("jaxdist.data.parquet", extra="hf").ParquetCorpus(config, files)
+    name, field = f"{config.source} {config.path}", config.text_field
+    if config.source == "text":
+        return _corpus_of(name, find_files(config), _read_text)
     if config.source == "jsonl":
-        return JsonLinesCorpus(config, files)
-    return TextCorpus(f"text {config.path}", files)
+        files, read = find_files(config, ".jsonl", ".json", ".gz"), _read_jsonl
+    else:
+        files = find_files(config, ".parquet")
+        read = extras.load("jaxdist.data.parquet", extra="hf").read_parquet
+    corpus = _corpus_of(name, files, lambda file: read(file, field))
+    return dataclasses.replace(corpus, stamp=digest(corpus.stamp, field))
 
 
-# --- Files ---------------------------------------------------------------------------------------
+def record_document(record: object, field: str, *, where: str, default_id: str) -> Document:
+    """Returns the document of one record, under its own `id` if it has one.
+    Raises ConfigError where the record has no text under `field`."""
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        given = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{where}: no text in field {field!r} (has: {given}). Set data.text_field.")
+    identity = record.get("id")
+    return Document(default_id if identity is None else str(identity), record[field])
 
 
-def find_files(config: DataConfig, suffixes: tuple[str, ...]) -> list[File]:
+# --- Files ----------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file and its path below the pattern that found it."""
+
+    path: Path
+    id: str
+
+
+def find_files(config: DataConfig, *suffixes: str) -> list[File]:
     """Returns the files of `data.path`: entries in the order given, each one's files sorted by id.
 
-    Folders contribute the files below them that end in one of `suffixes` (all, if empty), without
+    Folders contribute the files below them that end in one of `suffixes` (all, if none), without
     hidden ones; a file or glob is taken as it is.
-
-    Raises:
-      ConfigError: naming every entry that finds nothing.
-    """
+    Raises ConfigError naming every entry that finds nothing."""
     files, faults = [], []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
         found = _find(Path(entry).expanduser(), suffixes)
@@ -112,77 +191,51 @@ def find_files(config: DataConfig, suffixes: tuple[str, ...]) -> list[File]:
 def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
     if entry.is_file():
         return [File(entry, entry.name)]
+    fixed = next((i for i, part in enumerate(entry.parts) if set("*?[") & set(part)), None)
     if entry.is_dir():
         root, pattern = entry, "**/*"
+    elif fixed is not None:
+        root, pattern = Path(*entry.parts[:fixed]), "/".join(entry.parts[fixed:])
     else:
-        fixed = [i for i, part in enumerate(entry.parts) if _WILDCARDS & set(part)]
-        if not fixed:
-            return []
-        root, pattern = Path(*entry.parts[: fixed[0]]), "/".join(entry.parts[fixed[0] :])
-    found = [File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern)]
+        return []
+    found = [File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern) if path.is_file()]
     if entry.is_dir():
-        found = [file for file in found if _wanted(file, suffixes)]
-    return sorted((file for file in found if file.path.is_file()), key=lambda file: file.id)
+        found = [file for file in found if not re.search(r"(^|/)\.", file.id)]
+        found = [file for file in found if not suffixes or file.id.endswith(suffixes)]
+    return sorted(found, key=lambda file: file.id)
 
 
-def _wanted(file: File, suffixes: tuple[str, ...]) -> bool:
-    hidden = any(part.startswith(".") for part in Path(file.id).parts)
-    return not hidden and (not suffixes or file.path.name.endswith(suffixes))
+def _corpus_of(name: str, files: list[File], read: Callable[[File], Iterator[Document]]) -> Corpus:
+    """Returns the documents that `read` finds in files, stamped with their sizes and times."""
+    stats = [os.stat(file.path) for file in files]
+    stamps = ((f.id, s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))
+    summary = f"{len(files)} files, {sum(s.st_size for s in stats) / 1e6:.2f} MB"
+    return Corpus(name, digest(*stamps), summary, lambda: chain.from_iterable(map(read, files)))
 
 
-def stamp_of(files: list[File]) -> str:
-    """Returns a digest of the files' ids, sizes and modification times."""
-    stats = ((file.id, os.stat(file.path)) for file in files)
-    return digest(*((id_, stat.st_size, stat.st_mtime_ns) for id_, stat in stats))
+def _read_text(file: File) -> Iterator[Document]:
+    """Yields the file as UTF-8 (other bytes become U+FFFD); nothing where it is binary."""
+    content = file.path.read_bytes()
+    if b"\0" not in content[:8192]:
+        yield Document(file.id, content.decode("utf-8", "replace"))
 
 
-def megabytes(files: list[File]) -> float:
-    """Returns the files' total size in MB (10^6 bytes)."""
-    return sum(os.path.getsize(file.path) for file in files) / 1e6
+def _read_jsonl(file: File, field: str) -> Iterator[Document]:
+    """Yields one document per line."""
+    opener = gzip.open if file.path.suffix == ".gz" else open
+    with opener(file.path, "rt", encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file.path} line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{where}: not JSON ({error}); give one object per line.") from error
+            yield record_document(record, field, where=where, default_id=f"{file.id}#{number}")
 
 
-# --- Text ----------------------------------------------------------------------------------------
-
-
-class TextCorpus:
-    """One document per file, read as UTF-8 (other bytes become U+FFFD); binary files left out."""
-
-    def __init__(self, name: str, files: list[File]):
-        self.name, self._files = name, files
-        self.stamp = stamp_of(files)
-        self.summary = f"{len(files)} files, {megabytes(files):.2f} MB"
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the text files, by entry of data.path and then by id."""
-        for file in self._files:
-            content = file.path.read_bytes()
-            if b"\0" not in content[:8192]:  # a NUL byte: not text
-                yield Document(file.id, content.decode("utf-8", "replace"))
-
-
-class TopicsCorpus:
-    """The topics of the Python reference, which every Python has inside a module."""
-
-    def __init__(self) -> None:
-        try:
-            topics = importlib.import_module("pydoc_data.topics").topics
-        except ImportError as error:
-            raise ConfigError(
-                "data.source=stdlib: this Python has neither .py sources nor pydoc_data; "
-                "set data.source=text and data.path."
-            ) from error
-        self._topics = dict(sorted(topics.items()))
-        self.name = "stdlib (pydoc_data.topics)"
-        self.stamp = digest(*self._topics.values())
-        self.summary = (
-            f"this Python has no .py sources; {len(topics)} topics of its reference instead, "
-            f"sha256 {self.stamp[:12]}"
-        )
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the topics by name."""
-        for name, text in self._topics.items():
-            yield Document(name, text)
+# --- The running Python ---------------------------------------------------------------------------
 
 
 def _stdlib() -> Corpus:
@@ -193,60 +246,25 @@ def _stdlib() -> Corpus:
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         files += [File(path, path.relative_to(root).as_posix()) for path in paths]
     if len(files) < 100:  # zipped, or compiled only
-        return TopicsCorpus()
+        return _topics()
     files.sort(key=lambda file: file.id)
-    corpus = TextCorpus("stdlib", files)
-    content = hashlib.sha256()
-    for file in files:
-        content.update(file.path.read_bytes())
-    corpus.stamp = content.hexdigest()  # 10 MB: the contents themselves, in 20 ms
-    corpus.summary += f", sha256 {corpus.stamp[:12]} ({root})"
-    return corpus
+    corpus = _corpus_of("stdlib", files, _read_text)
+    # 10 MB: the contents themselves, in 20 ms.
+    stamp = hashlib.sha256(b"".join(file.path.read_bytes() for file in files)).hexdigest()
+    summary = f"{corpus.summary}, sha256 {stamp[:12]} ({root})"
+    return dataclasses.replace(corpus, stamp=stamp, summary=summary)
 
 
-# --- JSON lines ----------------------------------------------------------------------------------
-
-
-class JsonLinesCorpus:
-    """One document per line; `id` is the record's `id` if it has one, else `file#line`."""
-
-    def __init__(self, config: DataConfig, files: list[File]):
-        self.name, self._files, self._field = f"jsonl {config.path}", files, config.text_field
-        self.stamp = digest(stamp_of(files), config.text_field)
-        self.summary = f"{len(files)} files, {megabytes(files):.2f} MB"
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the records in file order.
-
-        Raises:
-          ConfigError: naming file and line of a record that is no JSON object with text_field.
-        """
-        for file in self._files:
-            opener = gzip.open if file.path.suffix == ".gz" else open
-            with opener(file.path, "rt", encoding="utf-8", errors="replace") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield self._document(line, file, number)
-
-    def _document(self, line: str, file: File, number: int) -> Document:
-        where = f"{file.path} line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: not JSON ({error}); give one object per line.") from error
-        return document_of(record, self._field, where=where, default_id=f"{file.id}#{number}")
-
-
-def document_of(record: object, field: str, *, where: str, default_id: str) -> Document:
-    """Returns the document of one record.
-
-    Raises:
-      ConfigError: where the record has no text under `field`.
-    """
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        given = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+def _topics() -> Corpus:
+    """Returns the topics of the Python reference, which every Python has inside a module."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError as error:
         raise ConfigError(
-            f"{where}: no text in field {field!r} (has: {given}). Set data.text_field."
-        )
-    identity = record.get("id")
-    return Document(default_id if identity is None else str(identity), record[field])
+            "data.source=stdlib: this Python has neither .py sources nor pydoc_data; "
+            "set data.source=text and data.path."
+        ) from error
+    documents = [Document(*item) for item in sorted(topics.items())]
+    stamp = digest(*(document.text for document in documents))
+    summary = f"no .py sources here; {len(topics)} topics of Python's reference, sha256 {stamp[:12]}"
+    return Corpus("stdlib (pydoc_data.topics)", stamp, summary, lambda: iter(documents))

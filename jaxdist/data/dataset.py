@@ -1,22 +1,26 @@
 """A dataset: samples of fixed length, ordered by (seed, global sample index) and nothing else.
 
-Shapes: B rows asked for, S sequence length, G global batch. Nothing here knows of processes:
-whoever asks names the rows of the global batch that it wants.
+Shapes: B rows asked for, S sequence length, G global batch. Nothing here knows of processes: whoever
+asks names the rows of the global batch that it wants.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
+from jaxdist import extras
 from jaxdist.config import ConfigError
+from jaxdist.data import cache, formats, packing, tokenizer
+from jaxdist.data.corpora import Corpus, DataConfig, open_corpus, sources_of
 from jaxdist.data.formats import TokenStore
 from jaxdist.data.order import Mixture, order_key, permute
+from jaxdist.data.packing import Batch
 from jaxdist.data.tokenizer import Tokenizer
-from jaxdist.data.windows import Batch, Samples
 
 _SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
-EVERY_ROW = slice(None)
+_EVERY_ROW = slice(None)
 
 
 class SourceError(RuntimeError):
@@ -24,55 +28,44 @@ class SourceError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """One source, cut into samples."""
+class Side:
+    """The training or the held-out documents of one source, cut into samples."""
 
-    stores: tuple[TokenStore, ...]  # all that it reads from
-    train: Samples
-    validation: Samples
-    train_tokens: int
-    train_bytes: int | None
-    tokenizer: Tokenizer | None  # None: its tokens came without one
+    store: TokenStore
+    chosen: np.ndarray  # [documents of store] bool
+    samples: packing.Windows | packing.PackedDocuments
 
     @property
-    def name(self) -> str:
-        return self.stores[0].name
+    def num_tokens(self) -> int:
+        return int(self.store.length[self.chosen].sum())
 
 
 class Dataset:
     """Training and held-out samples of one source or a mixture; made by `open_dataset`."""
 
     def __init__(
-        self,
-        parts: list[Part],
-        weights: list[float],
-        *,
-        sequence_length: int,
-        vocab_size: int | None,
-        seed: int,
-        fingerprint: str,
-    ):
-        self.sequence_length = sequence_length
-        self.name = " + ".join(part.name for part in parts)
+        self, sides: list[tuple[Side, Side]], weights: list[float], *,
+        tokenizer: Tokenizer | None, vocab_size: int | None, seed: int, fingerprint: str,
+    ):  # fmt: skip
+        train, held_out = zip(*sides, strict=True)
+        self.name = " + ".join(side.store.name for side in train)
         self.fingerprint = fingerprint  # of the tokens, the split, the cut and the mixture
-        known = (part.tokenizer for part in parts if part.tokenizer)
-        self.tokenizer: Tokenizer | None = next(known, None)
-        self.num_train_samples = sum(part.train.num_rows for part in parts)  # one epoch of each
-        self.num_train_tokens = sum(part.train_tokens for part in parts)
-        self.num_validation_tokens = sum(part.validation.num_targets for part in parts)
-        self.bytes_per_token = _bytes_per_token(parts)
-        self._parts, self._vocab_size = parts, vocab_size
-        self._mixture = Mixture(weights) if len(parts) > 1 else None
-        self._keys = [order_key(seed, str(number)) for number in range(len(parts))]
-        self._scanned = all(s.max_id is not None for part in parts for s in part.stores)
-        ends = np.cumsum([part.validation.num_rows for part in parts])
-        self._validation_ends = ends  # held-out rows are numbered through all parts
+        self.tokenizer = tokenizer  # None: the tokens came without one
+        self.bytes_per_token = _bytes_per_token(train)
+        self.validation_bytes_per_token = _bytes_per_token(held_out)  # of all held-out documents
+        self._samples = {"train": [side.samples for side in train]}
+        self._samples["validation"] = [side.samples for side in held_out]
+        self._sizes = np.array([samples.num_rows for samples in self._samples["train"]])
+        self._keys = np.array([order_key(seed, str(i)) for i in range(len(sides))], np.uint64)
+        self._mixture, self._vocab_size = Mixture(weights), vocab_size
+        self._unscanned = any(side.store.max_id is None for side in train + held_out)
+        self.num_train_samples = int(self._sizes.sum())  # one epoch of each
+        self.num_train_tokens = sum(side.num_tokens for side in train)
+        self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
+        # Held-out rows are numbered through all sources.
+        self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
-    # --- Training ---
-
-    def train_batch(
-        self, step: int, global_size: int, rows: slice | np.ndarray = EVERY_ROW
-    ) -> Batch:
+    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
         """Returns rows of the global batch of `step` (updates finished before it, from 0).
 
         Args:
@@ -83,10 +76,26 @@ class Dataset:
           tokens, targets, positions [B, S] int32, weights [B, S] float32, sample [B] int32 (the
           global sample index, modulo 2^31); with packing=documents also segment_ids [B, S] int32.
 
-        Raises:
-          SourceError: where a source cannot be read or holds an id beyond the vocabulary.
-        """
+        Raises SourceError where a source cannot be read or holds an id beyond the vocabulary."""
         return self.read("train", step * global_size + np.arange(global_size)[rows])
+
+    def num_validation_batches(self, global_size: int) -> int:
+        """Returns how many batches of `global_size` rows hold all held-out samples.
+        Raises ConfigError where nothing is held out."""
+        if not self.num_validation_tokens:
+            raise ConfigError(
+                f"data source {self.name}: nothing is held out for evaluation. Set "
+                "data.validation_path, raise data.validation_share, or set train.eval_every=0."
+            )
+        return -(-int(self._ends[-1]) // global_size)
+
+    def validation_batch(self, number: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
+        """Returns rows of held-out batch `number`; as train_batch, the last filled with empty rows.
+
+        Over all batches every held-out token that has a predecessor is a target once: weights sum
+        to `num_validation_tokens`.
+        """
+        return self.read("validation", number * global_size + np.arange(global_size)[rows])
 
     def read(self, split: str, indices: np.ndarray) -> Batch:
         """Returns samples [B] of split `train` (any index >= 0) or `validation`; see train_batch.
@@ -94,23 +103,20 @@ class Dataset:
         A validation index past the end gives an empty row (weights 0).
         """
         indices = np.asarray(indices, np.int64)
+        if split == "train":
+            source, running = self._mixture.locate(indices)
+            rows = permute(running, self._sizes[source], self._keys[source])
+        else:
+            source = np.minimum(np.searchsorted(self._ends, indices, "right"), len(self._ends) - 1)
+            rows = indices - np.concatenate([[0], self._ends[:-1]])[source]
         try:
-            batch = self._read_train(indices) if split == "train" else self._read_held_out(indices)
+            batch = _read(self._samples[split], source, rows)
         except (OSError, IndexError) as error:
-            raise SourceError(f"data source {self.name} ended or failed: {error}") from error
-        if not self._scanned:
+            place = f"{split} sample {indices[0]}"
+            raise SourceError(f"data source {self.name} ended or failed at {place}: {error}") from error
+        if self._unscanned:
             self._check_ids(batch)
-        return {**batch, "sample": (indices & _SAMPLE_MASK).astype(np.int32)}
-
-    def _read_train(self, indices: np.ndarray) -> Batch:
-        if self._mixture is None:
-            return self._read_part(0, indices)
-        source, running = self._mixture.locate(indices)
-        return _merge(source, running, self._read_part)
-
-    def _read_part(self, number: int, running: np.ndarray) -> Batch:
-        samples = self._parts[number].train
-        return samples.read(permute(running, samples.num_rows, self._keys[number]))
+        return batch | {"sample": (indices & _SAMPLE_MASK).astype(np.int32)}
 
     def _check_ids(self, batch: Batch) -> None:
         largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
@@ -120,61 +126,191 @@ class Dataset:
                 f"{self._vocab_size}. Set model.vocab_size above every id."
             )
 
-    # --- Validation ---
 
-    def num_validation_batches(self, global_size: int) -> int:
-        """Returns how many batches of `global_size` rows hold all held-out samples.
-
-        Raises:
-          ConfigError: where nothing is held out.
-        """
-        if not self.num_validation_tokens:
-            raise ConfigError(
-                f"data source {self.name}: nothing is held out for evaluation. Set "
-                "data.validation_path, raise data.validation_share, or set train.eval_every=0."
-            )
-        return -(-int(self._validation_ends[-1]) // global_size)
-
-    def validation_batch(
-        self, number: int, global_size: int, rows: slice | np.ndarray = EVERY_ROW
-    ) -> Batch:
-        """Returns rows of held-out batch `number`; as train_batch, the last filled with empty rows.
-
-        Over all batches every held-out token that has a predecessor is a target once: weights sum
-        to `num_validation_tokens`.
-        """
-        return self.read("validation", number * global_size + np.arange(global_size)[rows])
-
-    def validation_batches(self, global_size: int) -> Iterator[Batch]:
-        """Yields all held-out batches, whole."""
-        for number in range(self.num_validation_batches(global_size)):
-            yield self.validation_batch(number, global_size)
-
-    def _read_held_out(self, indices: np.ndarray) -> Batch:
-        ends = self._validation_ends
-        source = np.minimum(np.searchsorted(ends, indices, "right"), len(ends) - 1)
-        running = indices - np.concatenate([[0], ends[:-1]])[source]
-        if len(ends) == 1:
-            return self._parts[0].validation.read(running)
-        return _merge(source, running, lambda k, rows: self._parts[k].validation.read(rows))
-
-
-def _merge(
-    source: np.ndarray, running: np.ndarray, read: Callable[[int, np.ndarray], Batch]
-) -> Batch:
-    """Returns one batch whose row i is row `running[i]` of part `source[i]`."""
+def _read(samples: list, source: np.ndarray, rows: np.ndarray) -> Batch:
+    """Returns one batch whose row i is row `rows[i]` of `samples[source[i]]`."""
+    parts = packing.groups(source)
+    if len(parts) == 1:  # nothing to merge, and constant arrays stay the same objects
+        return samples[parts[0][0]].read(rows)
     batch: Batch = {}
-    for number in np.unique(source):
-        here = np.flatnonzero(source == number)
-        for name, values in read(int(number), running[here]).items():
+    for number, here in parts:
+        for name, values in samples[number].read(rows[here]).items():
             if name not in batch:
-                batch[name] = np.empty((len(source), *values.shape[1:]), values.dtype)
+                batch[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
             batch[name][here] = values
     return batch
 
 
-def _bytes_per_token(parts: list[Part]) -> float | None:
-    """Returns UTF-8 bytes per training token over all parts; None where one is unknown."""
-    counts = [part.train_bytes for part in parts]
-    tokens = sum(part.train_tokens for part in parts)
-    return None if None in counts or not tokens else sum(filter(None, counts)) / tokens
+def _bytes_per_token(sides: tuple[Side, ...]) -> float | None:
+    """Returns UTF-8 bytes per token over all sides; None where one is unknown, or without tokens."""
+    sizes = [None if s.store.num_bytes is None else s.store.num_bytes[s.chosen].sum() for s in sides]
+    tokens = sum(side.num_tokens for side in sides)
+    return None if None in sizes or not tokens else float(sum(filter(None, sizes)) / tokens)
+
+
+# --- Opening --------------------------------------------------------------------------------------
+
+
+def open_dataset(
+    config: DataConfig, *, sequence_length: int, vocab_size: int | None = None, seed: int = 0,
+    folder: Path | None = None, log: Callable[[str], None] = print,
+) -> Dataset:  # fmt: skip
+    """Returns the dataset of a config, tokenising the corpus on first use.
+
+    Args:
+      vocab_size: of the model; token ids must be below it. None: not checked.
+      seed: of the order of samples.
+      folder: where a run keeps its tokenizer.json (its workdir): read from there if present, else
+        written there. None: nothing is written outside data.cache_dir.
+      log: receives a line per event and per few seconds of work.
+
+    Raises:
+      ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, illegal options.
+      ImportError: naming the extra that a source or tokenizer needs.
+    """
+    if faults := config.faults():
+        raise ConfigError(faults)
+    weights, configs = sources_of(config)
+    texts = [None if c.source in ("bin", "megatron") else _open_text(c, log) for c in configs]
+    encoder = _open_tokenizer(configs[0], [text for text in texts if text], folder, log)
+    opener = _Opener(sequence_length, vocab_size, encoder, log)
+    sides = [opener.sides(*pair) for pair in zip(configs, texts, strict=True)]
+    stores = [side.store for pair in sides for side in (pair if config.validation_path else pair[:1])]
+    fingerprint = tokenizer.digest(
+        sequence_length, config.packing, config.validation_share, weights, *(s.fingerprint for s in stores)
+    )
+    dataset = Dataset(
+        sides, weights, tokenizer=encoder, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
+    )
+    log(
+        f"data: {dataset.num_train_samples} training samples of {sequence_length} tokens "
+        f"({dataset.num_train_tokens} tokens), {dataset.num_validation_tokens} held-out targets"
+    )
+    return dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opener:
+    """What the sources of one dataset share."""
+
+    length_S: int
+    vocab_size: int | None
+    encoder: Tokenizer | None
+    log: cache.Log
+
+    def sides(self, config: DataConfig, text: Corpus | None) -> tuple[Side, Side]:
+        """Returns the training and the held-out side of a source; `text` is None for token files."""
+        store = self._tokens(config, text)
+        if config.validation_path:
+            held_config = dataclasses.replace(config, path=config.validation_path)
+            held_store = self._tokens(held_config, text and _open_text(held_config, self.log))
+            train, held = np.ones(len(store.length), bool), np.ones(len(held_store.length), bool)
+        else:
+            store, held = split(store, config.validation_share, self.log)
+            train, held_store = ~held, store
+        if (count := int(store.length[train].sum())) <= self.length_S:
+            raise ConfigError(
+                f"data source {store.name}: {count} training tokens, but one sample needs "
+                f"{self.length_S + 1}. Give more text, lower batch.sequence_length or "
+                "data.validation_share."
+            )
+        limit = config.validation_tokens
+        return self._side(config, store, train), self._side(config, held_store, held, limit, partial=True)
+
+    def _tokens(self, config: DataConfig, text: Corpus | None) -> TokenStore:
+        """Returns the tokens of a source, checked against the model's vocabulary."""
+        if text:
+            assert self.encoder
+            store = cache.open_tokens(text, self.encoder, config.cache_folder(), self.log)
+        else:
+            store = (formats.open_bin if config.source == "bin" else formats.open_megatron)(config)
+        largest = store.max_id
+        if largest is not None and self.vocab_size is not None and largest >= self.vocab_size:
+            raise ConfigError(
+                f"data source {store.name}: token id {largest} with model.vocab_size="
+                f"{self.vocab_size}. Set model.vocab_size to {largest + 1} or more."
+            )
+        return store
+
+    def _side(
+        self, config: DataConfig, store: TokenStore, chosen: np.ndarray, limit: int = 0, partial: bool = False
+    ) -> Side:
+        if config.packing == "window":
+            windows = packing.Windows(store, chosen, self.length_S, limit=limit, partial=partial)
+            return Side(store, chosen, windows)
+        folder = config.cache_folder()
+        plan = packing.open_packing(store, chosen, self.length_S, limit=limit, folder=folder, log=self.log)
+        return Side(store, chosen, packing.PackedDocuments(store, plan, self.length_S))
+
+
+def _open_text(config: DataConfig, log: cache.Log) -> Corpus:
+    corpus = open_corpus(config)
+    log(f"data: {corpus.name}: {corpus.summary}")
+    return corpus
+
+
+def _open_tokenizer(
+    config: DataConfig, texts: list[Corpus], folder: Path | None, log: cache.Log
+) -> Tokenizer | None:
+    """Returns the tokenizer; None for tokens made elsewhere, unless a file of it is named."""
+    size, name = tokenizer.bpe_size(config.tokenizer), config.tokenizer
+    if not texts and (size or name == "bytes"):
+        return None
+    file = folder and folder / tokenizer.TOKENIZER_FILE
+    kept = file and file.is_file()
+    if size and not kept:  # trained on what is not held out of all text sources
+        share = 0 if config.validation_path else config.validation_share
+        stamps = (part for corpus in texts for part in (corpus.name, corpus.stamp))
+        target = config.cache_folder() / f"tokenizer-{tokenizer.digest(name, share, *stamps)[:16]}.json"
+        with cache.one_builder(target, log):
+            if not target.is_file():
+                log(f"data: training a byte-level BPE of {size} tokens -> {target}")
+                documents = [_training_texts(corpus, share) for corpus in texts]
+                bpe = extras.load(tokenizer.BPE, extra="text")
+                tokenizer.write_atomically(target, bpe.train(documents, size))
+        name = str(target)
+    found = tokenizer.load_tokenizer(name, folder=folder)
+    if file and not kept and found.content is not None:
+        tokenizer.write_atomically(file, found.content)
+    return found
+
+
+def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
+    """Yields what the hash leaves for training; all, where it leaves nothing (see split)."""
+    empty = True
+    for document in corpus.documents():
+        if formats.group_of([document.id])[0] >= share:
+            empty = False
+            yield document.text
+    if empty:
+        yield from (document.text for document in corpus.documents())
+
+
+def split(store: TokenStore, share: int, log: cache.Log) -> tuple[TokenStore, np.ndarray]:
+    """Returns the store and which documents are held out, [documents] bool.
+
+    Documents whose id hashes below `share` (of 256) are held out. Where that takes none or all of
+    them (a corpus of one file), each document is first cut into blocks of BLOCK_TOKENS, which are
+    then documents.
+    """
+    held = store.group < share
+    if not share or (held.any() and not held.all()):
+        return store, held
+    blocks = -(-store.length // formats.BLOCK_TOKENS)
+    document, number = np.repeat(np.arange(len(blocks)), blocks), packing.count_up(blocks)
+    offset = number * formats.BLOCK_TOKENS
+    length = np.minimum(formats.BLOCK_TOKENS, store.length[document] - offset)
+    scale = length / np.maximum(store.length[document], 1)
+    pairs = zip(document.tolist(), number.tolist(), strict=True)
+    group = formats.group_of(f"{d}#{n}" for d, n in pairs)
+    num_bytes = None if store.num_bytes is None else store.num_bytes[document] * scale
+    file, start = store.file[document], store.start[document] + offset
+    store = dataclasses.replace(
+        store, file=file, start=start, length=length, group=group, num_bytes=num_bytes
+    )
+    held = store.group < share
+    log(
+        f"data: {store.name}: few documents, so blocks of {formats.BLOCK_TOKENS} tokens are held "
+        f"out: {held.sum()} of {len(held)}"
+    )
+    return store, held

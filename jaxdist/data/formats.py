@@ -11,20 +11,21 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import find_files
-from jaxdist.data.options import DataConfig
+from jaxdist.data.corpora import DataConfig, File, find_files
 from jaxdist.data.tokenizer import digest
 
-_MAGIC = b"MMIDIDX\0\0"
+BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
+_KARPATHY_MAGIC, _KARPATHY_HEADER_BYTES = 20240520, 1024
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6, 7: floats
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document borders
-_KARPATHY_MAGIC, _KARPATHY_HEADER_BYTES = 20240520, 1024
+_SCAN_TOKENS = 1 << 27  # up to this many tokens the largest id is found when the files are opened
 _EDGE_BYTES = 1 << 20  # hashed at each end of a foreign file: all of it may be terabytes
 
 
@@ -32,37 +33,30 @@ class TokenFile:
     """A memory-mapped array of token ids."""
 
     def __init__(self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None):
-        self.path, self.dtype, self.offset_bytes = path, np.dtype(dtype), offset_bytes
-        size = path.stat().st_size - offset_bytes
-        self.count = size // self.dtype.itemsize if count is None else count
-        self._end_bytes = offset_bytes + self.count * self.dtype.itemsize
-        if size < 0 or self._end_bytes > path.stat().st_size or (count is None and self._odd(size)):
+        present, kind = path.stat().st_size, np.dtype(dtype)
+        whole, odd = divmod(present - offset_bytes, kind.itemsize) if count is None else (count, 0)
+        self.path, self.count = path, whole
+        self._end_bytes = offset_bytes + self.count * kind.itemsize
+        if odd or self.count < 0 or self._end_bytes > present:
             raise ConfigError(
-                f"{path}: {path.stat().st_size} bytes do not hold {self.count} tokens of "
-                f"{self.dtype} after {offset_bytes} bytes; the file is cut off or of another type."
+                f"{path}: {present} bytes do not hold {self.count} tokens of {kind} after "
+                f"{offset_bytes} bytes; the file is cut off or of another type."
             )
-
-    def _odd(self, size: int) -> bool:
-        return size % self.dtype.itemsize != 0
+        self._tokens = np.zeros(0, dtype)
+        if self.count:  # a plain ndarray, because np.memmap slices slowly
+            map_ = np.memmap(path, dtype, "r", offset_bytes, (self.count,))
+            self._tokens = np.asarray(map_).view(np.ndarray)
 
     @property
     def tokens(self) -> np.ndarray:
-        """[count] ids, read on access.
+        """[count] ids, after `check`."""
+        self.check()
+        return self._tokens
 
-        Raises:
-          OSError: where the file shrank, since reading past its end would kill the process.
-        """
+    def check(self) -> None:
+        """Raises OSError where the file shrank, since reading past its end would kill the process."""
         if (size := os.stat(self.path).st_size) < self._end_bytes:
             raise OSError(f"{self.path} shrank to {size} bytes from {self._end_bytes}")
-        return self._map
-
-    @cached_property
-    def _map(self) -> np.ndarray:
-        """A plain ndarray, because np.memmap slices slowly."""
-        if self.count == 0:
-            return np.zeros(0, self.dtype)
-        map_ = np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.count,))
-        return np.asarray(map_).view(np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -79,127 +73,112 @@ class TokenStore:
     start: np.ndarray  # [documents] int64
     length: np.ndarray  # [documents] int64, tokens
     group: np.ndarray  # [documents] uint8
-    num_bytes: np.ndarray | None  # [documents] int64, UTF-8 bytes of the text; None if unknown
+    num_bytes: np.ndarray | None  # [documents], UTF-8 bytes of the text; None if unknown
     max_id: int | None  # None: not scanned (too large); readers check what they read
     fingerprint: str
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return int(self.length.sum())
-
 
 def group_of(ids: Iterable[str]) -> np.ndarray:
-    """Returns the first byte of the sha256 of each id, [documents] uint8."""
-    return np.fromiter((hashlib.sha256(i.encode()).digest()[0] for i in ids), np.uint8)
+    """Returns the first byte of the sha256 of each id: the same on every machine, [ids] uint8."""
+    return np.fromiter((hashlib.sha256(id_.encode()).digest()[0] for id_ in ids), np.uint8)
 
 
-def table_of(
-    lengths: list[np.ndarray], starts: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (file, start, length) of the documents of several files, given per file."""
-    file = np.repeat(np.arange(len(lengths), dtype=np.int32), [len(one) for one in lengths])
-    return file, np.concatenate(starts).astype(np.int64), np.concatenate(lengths).astype(np.int64)
+class _Opened(NamedTuple):
+    """A token file and its documents, which are called `id#0`, `id#1`, ..."""
+
+    file: TokenFile
+    id: str
+    start: np.ndarray
+    length: np.ndarray
 
 
-# --- nanoGPT .bin --------------------------------------------------------------------------------
+def _store_of(name: str, opened: list[_Opened]) -> TokenStore:
+    files, ids, starts, lengths = zip(*opened, strict=True)
+    start, length = np.concatenate(starts).astype(np.int64), np.concatenate(lengths).astype(np.int64)
+    counts = [len(one) for one in starts]
+    owner = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    group = group_of(f"{id_}#{i}" for id_, n in zip(ids, counts, strict=True) for i in range(n))
+    scanned = sum(file.count for file in files) <= _SCAN_TOKENS
+    max_id = max(int(file.tokens.max(initial=0)) for file in files) if scanned else None
+    fingerprint = digest(*map(_edges_digest, files), start.tobytes(), length.tobytes())
+    return TokenStore(name, files, owner, start, length, group, None, max_id, fingerprint)
 
-BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
+
+def _edges_digest(file: TokenFile) -> str:
+    """Returns a digest of a file's length and its first and last MiB."""
+    raw = file.tokens.view(np.uint8)
+    edges = raw[:_EDGE_BYTES].tobytes() + raw[-_EDGE_BYTES:].tobytes()
+    return digest(file.count, file.tokens.dtype.str, hashlib.sha256(edges).hexdigest())
+
+
+# --- nanoGPT .bin ---------------------------------------------------------------------------------
 
 
 def open_bin(config: DataConfig) -> TokenStore:
     """Returns the .bin files of `data.path` in blocks of BLOCK_TOKENS with ids `file#number`.
-
-    Raises:
-      ConfigError: where a file is missing or cut off.
-    """
-    found = find_files(config, (".bin",))
-    files = tuple(_open_bin_file(file.path, config.bin_dtype) for file in found)
-    starts = [np.arange(0, file.count, BLOCK_TOKENS) for file in files]
-    lengths = [
-        np.minimum(BLOCK_TOKENS, file.count - s) for file, s in zip(files, starts, strict=True)
-    ]
-    ids = [f"{f.id}#{i}" for f, s in zip(found, starts, strict=True) for i in range(len(s))]
-    return _foreign_store(f"bin {config.path}", files, ids, lengths, starts)
+    Raises ConfigError where a file is missing or cut off."""
+    opened = [_open_bin_file(file, config.bin_dtype) for file in find_files(config, ".bin")]
+    return _store_of(f"bin {config.path}", opened)
 
 
-def _open_bin_file(path: Path, dtype: str) -> TokenFile:
-    with path.open("rb") as stream:
-        head = np.frombuffer(stream.read(12), "<i4") if path.stat().st_size >= 1024 else [0]
-    if head[0] == _KARPATHY_MAGIC and head[1] == 1:
-        return TokenFile(path, "<u2", offset_bytes=_KARPATHY_HEADER_BYTES, count=int(head[2]))
-    return TokenFile(path, {"uint16": "<u2", "uint32": "<u4"}[dtype])
+def _open_bin_file(found: File, dtype: str) -> _Opened:
+    with found.path.open("rb") as stream:
+        head = stream.read(_KARPATHY_HEADER_BYTES)
+    magic, version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))
+    if len(head) == _KARPATHY_HEADER_BYTES and (magic, version) == (_KARPATHY_MAGIC, 1):
+        file = TokenFile(found.path, "<u2", offset_bytes=len(head), count=count)
+    else:
+        file = TokenFile(found.path, {"uint16": "<u2", "uint32": "<u4"}[dtype])
+    start = np.arange(0, file.count, BLOCK_TOKENS)
+    return _Opened(file, found.id, start, np.minimum(BLOCK_TOKENS, file.count - start))
 
 
-# --- Megatron ------------------------------------------------------------------------------------
+# --- Megatron -------------------------------------------------------------------------------------
 
 
 def open_megatron(config: DataConfig) -> TokenStore:
     """Returns the Megatron pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
-
-    Raises:
-      ConfigError: where a pair is incomplete, no Megatron index, or inconsistent.
-    """
-    prefixes = _megatron_prefixes(config.path)
-    files: list[TokenFile] = []
-    ids: list[str] = []
-    lengths: list[np.ndarray] = []
-    starts: list[np.ndarray] = []
-    for prefix in prefixes:
-        file, length, start = _open_megatron_pair(prefix)
-        files.append(file)
-        lengths.append(length)
-        starts.append(start)
-        ids += [f"{prefix.name}#{number}" for number in range(len(length))]
-    return _foreign_store(f"megatron {config.path}", tuple(files), ids, lengths, starts)
-
-
-def _megatron_prefixes(paths: str) -> list[Path]:
-    prefixes = []
-    for entry in filter(None, (part.strip() for part in paths.split(","))):
-        entry = str(Path(entry).expanduser())
-        prefix = entry.removesuffix(".idx").removesuffix(".bin")
+    Raises ConfigError where a pair is incomplete, no Megatron index, or inconsistent."""
+    opened = []
+    for entry in filter(None, (part.strip() for part in config.path.split(","))):
+        prefix = str(Path(entry).expanduser()).removesuffix(".idx").removesuffix(".bin")
         found = sorted(glob.glob(f"{prefix}.idx", recursive=True))
         if not found:
             raise ConfigError(f"data.path={entry}: no file {prefix}.idx; give the PREFIX of both.")
-        prefixes += [Path(name.removesuffix(".idx")) for name in found]
-    return prefixes
+        opened += [_open_megatron_pair(Path(index)) for index in found]
+    return _store_of(f"megatron {config.path}", opened)
 
 
-def _open_megatron_pair(prefix: Path) -> tuple[TokenFile, np.ndarray, np.ndarray]:
-    """Returns (tokens, length and start of each document)."""
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+def _open_megatron_pair(index: Path) -> _Opened:
+    data = index.with_suffix(".bin")
     if not data.is_file():
         raise ConfigError(f"{data}: missing beside {index}; a Megatron corpus is both.")
     dtype, lengths, offsets, borders = _read_megatron_index(index)
     file = TokenFile(data, dtype)
-    size = np.dtype(dtype).itemsize
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if not np.array_equal(offsets, ends[:-1] * size) or ends[-1] > file.count:
+    if not np.array_equal(offsets, ends[:-1] * np.dtype(dtype).itemsize) or ends[-1] > file.count:
         raise ConfigError(
             f"{index}: {len(lengths)} sequences do not follow each other within the {file.count} "
             f"tokens of {data.name}; write the pair again."
         )
     edges = ends[borders]
-    return file, np.diff(edges), edges[:-1]
+    return _Opened(file, index.stem, edges[:-1], np.diff(edges))
 
 
 def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """Returns (dtype, tokens per sequence, byte offset per sequence, sequence index of borders)."""
-    content = index.read_bytes()
+    content, at = index.read_bytes(), _MEGATRON_HEADER.size
     fault = ConfigError(f"{index}: not a Megatron index (MMIDIDX, version 1, integer tokens).")
-    if len(content) < _MEGATRON_HEADER.size:
+    if len(content) < at:
         raise fault
     magic, version, code, sequences, borders = _MEGATRON_HEADER.unpack_from(content)
-    expected = _MEGATRON_HEADER.size + 12 * sequences + 8 * borders
-    if magic != _MAGIC or version != 1 or code not in _MEGATRON_TYPES or len(content) < expected:
+    known = magic == _MEGATRON_MAGIC and version == 1 and code in _MEGATRON_TYPES and borders > 0
+    if not known or len(content) < at + 12 * sequences + 8 * borders:
         raise fault
-    at = _MEGATRON_HEADER.size
     lengths = np.frombuffer(content, "<i4", sequences, at)
     offsets = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     documents = np.frombuffer(content, "<i8", borders, at + 12 * sequences)
-    ends = (int(documents[0]), int(documents[-1])) if borders else ()
-    if ends != (0, sequences) or np.any(np.diff(documents) < 0):
+    if (documents[0], documents[-1]) != (0, sequences) or np.any(np.diff(documents) < 0):
         raise fault
     return _MEGATRON_TYPES[code], lengths, offsets, documents
 
@@ -229,41 +208,6 @@ def write_megatron(prefix: Path, documents: Iterable[np.ndarray], *, dtype: str 
             lengths.append(tokens.size)
         count = len(lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1] * stored.itemsize
-        index.write(_MEGATRON_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+        index.write(_MEGATRON_HEADER.pack(_MEGATRON_MAGIC, 1, code, count, count + 1))
         index.write(np.asarray(lengths, "<i4").tobytes() + offsets.astype("<i8").tobytes())
         index.write(np.arange(count + 1, dtype="<i8").tobytes())
-
-
-# --- Both ----------------------------------------------------------------------------------------
-
-SCAN_TOKENS = 1 << 27  # up to this many tokens the largest id is found when the files are opened
-
-
-def _foreign_store(
-    name: str,
-    files: tuple[TokenFile, ...],
-    ids: list[str],
-    lengths: list[np.ndarray],
-    starts: list[np.ndarray],
-) -> TokenStore:
-    total = sum(file.count for file in files)
-    scanned = total <= SCAN_TOKENS
-    file, start, length = table_of(lengths, starts)
-    return TokenStore(
-        name,
-        files,
-        file,
-        start,
-        length,
-        group=group_of(ids),
-        num_bytes=None,
-        max_id=max((int(f.tokens.max()) for f in files if f.count), default=0) if scanned else None,
-        fingerprint=digest(*map(_edges_digest, files), start.tobytes(), length.tobytes()),
-    )
-
-
-def _edges_digest(file: TokenFile) -> str:
-    """Returns a digest of a file's length and its first and last MiB."""
-    raw = file.tokens.view(np.uint8)
-    edges = raw[:_EDGE_BYTES].tobytes() + raw[-_EDGE_BYTES:].tobytes()
-    return digest(file.count, file.dtype.str, hashlib.sha256(edges).hexdigest())

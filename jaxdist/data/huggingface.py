@@ -6,57 +6,48 @@ from pathlib import Path
 import datasets
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import Document, document_of
-from jaxdist.data.options import DataConfig
+from jaxdist.data.corpora import Corpus, DataConfig, Document, record_document
 from jaxdist.data.tokenizer import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
 
 
-class HuggingFaceCorpus:
-    """The rows of one split; `id` is the row's `id` if it has one, else its number."""
-
-    def __init__(self, config: DataConfig, rows: datasets.Dataset):
-        self.name, self._field = f"huggingface {config.path}", config.text_field
-        if config.text_field not in rows.column_names:
-            columns = ", ".join(rows.column_names)
-            raise ConfigError(
-                f"data.path={config.path}: no column {config.text_field!r} (has: {columns}). "
-                "Set data.text_field."
-            )
-        keep = [name for name in rows.column_names if name in (config.text_field, "id")]
-        self._rows = rows.select_columns(keep)
-        files = (Path(file["filename"]) for file in rows.cache_files)
-        stats = ((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-        self.stamp = digest(config.path, config.text_field, rows.num_rows, *stats)
-        self.summary = f"{rows.num_rows} rows"
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the rows in order."""
-        for number, row in enumerate(self._rows):
-            where = f"{self.name} row {number}"
-            yield document_of(row, self._field, where=where, default_id=str(number))
-
-
-def open_corpus(config: DataConfig) -> HuggingFaceCorpus:
+def open_corpus(config: DataConfig) -> Corpus:
     """Returns the dataset `NAME[:CONFIG[:SPLIT]]` (split: train), or a folder of save_to_disk.
 
-    Raises:
-      ConfigError: with the message of `datasets`, where it cannot be had.
-    """
+    A row's id is its column `id` if there is one, else its number.
+    Raises ConfigError with the message of `datasets`, where it cannot be had."""
+    rows, field = _load(config), config.text_field
+    if field not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise ConfigError(
+            f"data.path={config.path}: no column {field!r} (has: {columns}). Set data.text_field."
+        )
+    rows = rows.select_columns([name for name in rows.column_names if name in (field, "id")])
+    files = (Path(file["filename"]) for file in rows.cache_files)
+    stats = ((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    stamp = digest(config.path, field, rows.num_rows, *stats)
+    name = f"huggingface {config.path}"
+
+    def documents() -> Iterator[Document]:
+        for number, row in enumerate(rows):
+            yield record_document(row, field, where=f"{name} row {number}", default_id=str(number))
+
+    return Corpus(name, stamp, f"{rows.num_rows} rows", documents)
+
+
+def _load(config: DataConfig) -> datasets.Dataset:
     name, subset, split, *rest = (*config.path.split(":"), "", "")
     if any(rest):
         raise ConfigError(f"data.path={config.path}: required NAME[:CONFIG[:SPLIT]].")
     try:
         if any((Path(name) / file).is_file() for file in _SAVED):
             found = datasets.load_from_disk(name)
-            found = found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
-        else:
-            found = datasets.load_dataset(name, subset or None, split=split or "train")
+            return found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+        return datasets.load_dataset(name, subset or None, split=split or "train")
     except Exception as error:  # many kinds: network, names, splits, formats
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"data.path={config.path}: `datasets` cannot load it as NAME[:CONFIG[:SPLIT]] "
             f"({type(error).__name__}: {reason})."
         ) from error
-    return HuggingFaceCorpus(config, found)

@@ -81,6 +81,7 @@ class Display:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._status = ""
         if self._live is not None:
             self._live.stop()
         elif self._held_back:

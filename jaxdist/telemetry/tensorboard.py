@@ -13,17 +13,13 @@ class TensorBoardWriter:
     metrics.jsonl stays the record of the run; these files are a view of it and are never read back.
     """
 
-    def __init__(
-        self, workdir: str | os.PathLike[str], *, enabled: bool = True, first_step: int = 0
-    ) -> None:
+    def __init__(self, workdir: str | os.PathLike[str], *, enabled: bool = True, first_step: int = 0) -> None:
         """Opens a new event file in workdir/tensorboard; with enabled=False does nothing.
 
         Points after `first_step`, the restored step, are hidden, since the run repeats them.
         """
         folder = str(Path(workdir) / "tensorboard")
-        self._writer = tensorboardX.SummaryWriter(
-            folder, purge_step=first_step + 1, write_to_disk=enabled
-        )
+        self._writer = tensorboardX.SummaryWriter(folder, purge_step=first_step + 1, write_to_disk=enabled)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Adds every number of `values` as a scalar; None and text are left out."""

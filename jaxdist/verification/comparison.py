@@ -24,8 +24,8 @@ class Bands:
     update: float  # worst leaf's |d|_2 / |reference - start|_2
 
 
-# A step left out is an update error of 1, a wrong direction 1.4. Optimizers that look at signs
-# (Adam's first update) or orthogonalise (Muon) make 0.02 of gradient error up to 0.25 of an update.
+# A step left out is an update error of 1, a wrong direction 1.4.
+# Measured: 5e-5 and 0.02.
 BANDS = {
     "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
     "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
