@@ -53,7 +53,7 @@ class HeldOut(NamedTuple):
     tokens: int | float  # targets scored
     perplexity: float  # exp(loss)
     bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown
-    bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the training text
+    bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the held-out text
 
 
 def load_run(
