@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,7 @@ PARAMETER_AXES = {
     "d_ff": "tensor",
     "experts": "expert",
 }
+STACKS = ("chunks", "stages", "layers", "")  # names of stack dims; "" where a model names none
 FSDP_NAME = "d_model"
 
 
@@ -43,6 +46,12 @@ class Rules:
     shape: MeshShape
     zero: int = 3
     sequence_parallel: bool = False
+    vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
+
+    def inside_stage(self) -> Rules:
+        """Returns the rules inside a pipeline stage, where every array is the stage's part."""
+        sizes = dict(self.shape.sizes) | {"pipeline": 1}
+        return dataclasses.replace(self, shape=MeshShape(sizes, self.shape.dcn))
 
     def stored(self, names: Names, dims: Sequence[int]) -> P:
         """Returns the spec of a parameter at rest."""
@@ -77,17 +86,27 @@ class Rules:
 
     def _parameter(self, names: Names, dims: Sequence[int], *, fsdp: bool) -> P:
         names = _padded(names, dims)
-        spec: list[str | None] = [self._tensor_axis(n, d) for n, d in zip(names, dims, strict=True)]
+        spec: list[Any] = [self._tensor_axis(n, d) for n, d in zip(names, dims, strict=True)]
         if fsdp and self.shape.sizes["fsdp"] > 1:
             where = self._fsdp_dim(names, dims, spec)
             if where is not None:
                 spec[where] = "fsdp"
         return P(*spec)
 
-    def _tensor_axis(self, name: str | None, dim: int) -> str | None:
+    def _tensor_axis(self, name: str | None, dim: int) -> str | tuple[str, ...] | None:
+        """Returns the axes that split a dim, all of them or none."""
+        axes = tuple(axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1)
+        if not axes or dim % math.prod(self.shape.sizes[axis] for axis in axes):
+            return None
+        return axes if len(axes) > 1 else axes[0]
+
+    def _axes_of(self, name: str | None) -> tuple[str, ...]:
+        if name == "stages":
+            return ("pipeline",)
         axis = PARAMETER_AXES.get(name or "")
-        size = self.shape.sizes[axis] if axis else 1
-        return axis if size > 1 and dim % size == 0 else None
+        if name == "vocab" and self.vocab_over_stages:
+            return ("pipeline", "tensor")
+        return (axis,) if axis else ()
 
     def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
         """Returns the dim that fsdp shards: d_model, or else the largest that divides."""
@@ -105,10 +124,10 @@ class Rules:
         names = _padded(names, dims)
         found = []
         for name, dim in zip(names, dims, strict=True):
-            axis = PARAMETER_AXES.get(name or "")
-            size = self.shape.sizes[axis] if axis else 1
+            axes = [axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1]
+            size = math.prod(self.shape.sizes[axis] for axis in axes)
             if dim % size and not (name == "kv_heads" and size % dim == 0):
-                found.append(_divisibility(path, str(name), dim, str(axis), size))
+                found.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
         fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
         if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
             found.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
@@ -145,7 +164,7 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
     """Returns the dims but stack dims; head_dim counts with its heads (their bias is a vector)."""
-    return [i for i in range(len(dims)) if names[i] not in ("", "head_dim")]
+    return [i for i in range(len(dims)) if names[i] not in (*STACKS, "head_dim")]
 
 
 def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
@@ -177,9 +196,12 @@ class Active:
 
     mesh: Mesh
     rules: Rules
+    in_stage: bool = False  # inside shard_map over pipeline: arrays are the stage's part
 
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        # Inside a stage the mesh in force is the one that shard_map made: a bare spec means it.
+        where = spec if self.in_stage else NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(x, where)
 
 
 _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active", default=None)
@@ -201,6 +223,25 @@ def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def inside_stage() -> Iterator[None]:
+    """Makes what is traced inside see a pipeline stage's part of all arrays."""
+    now = active()
+    assert now is not None, "a pipeline runs inside a step"
+    token = _active.set(Active(now.mesh, now.rules.inside_stage(), in_stage=True))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def vocabulary_axis(names: Names) -> str | None:
+    """Returns the manual mesh axis that a table's vocabulary is split over here, if any."""
+    now = active()
+    split = now is not None and now.in_stage and now.rules.vocab_over_stages and "vocab" in names
+    return "pipeline" if split else None
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
@@ -288,7 +329,7 @@ def place(parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: R
 
 def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -> Placement:
     stored = rules.stored(names, x.shape)
-    parts = [1 if axis is None else rules.shape.sizes[axis] for axis in stored]
+    parts = [math.prod(rules.shape.sizes[axis] for axis in axes_in(entry)) for entry in stored]
     shard_dims = tuple(d // n for d, n in zip(x.shape, parts, strict=True))
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
     extra = shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
@@ -296,6 +337,11 @@ def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -
         path, tuple(x.shape), names, stored, rules.state(names, x.shape), shard_dims,
         shard_bytes, extra, rules.why(names, x.shape),
     )  # fmt: skip
+
+
+def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def explain(placements: Sequence[Placement]) -> str:

@@ -68,11 +68,14 @@ def run_blocks(
     key: jax.Array | None,
     fields: dict[str, jax.Array],
     transform: Callable[[Block], Block] = lambda block: block,
+    *,
+    first: int | jax.Array = 0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the stack applied to x by a scan, and the sums of the blocks' aux terms.
 
     Args:
       transform: wraps `block(parameters of one layer, x, context)`, for rematerialisation.
+      first: global number of the first layer, where the stack is a part of the model's.
     """
     graph, state = nnx.split(blocks)
     depth = jax.tree.leaves(state)[0].shape[0]
@@ -86,7 +89,7 @@ def run_blocks(
         layer, parameters = item
         return block(parameters, x, Context(key, layer, fields))
 
-    x, aux = jax.lax.scan(one_layer, x, (jnp.arange(depth), state))
+    x, aux = jax.lax.scan(one_layer, x, (first + jnp.arange(depth), state))
     return x, jax.tree.map(lambda terms: terms.sum(0), aux)
 
 

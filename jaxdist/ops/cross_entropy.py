@@ -32,6 +32,7 @@ class Options(NamedTuple):
     softcap: float
     shards: int
     chunk: int
+    axis: str | None  # manual mesh axis that the vocabulary is split over (pipeline stages)
 
 
 def cross_entropy(
@@ -56,7 +57,9 @@ def cross_entropy(
       chunk_tokens: tokens per batch shard scored at once; 0 for all.
     """
     shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
-    options = Options(getattr(head, "logical", ()), tied, z_loss, softcap, shards, chunk)
+    names = getattr(head, "logical", ())
+    axis = sharding.vocabulary_axis(names)
+    options = Options(names, tied, z_loss, softcap, shards, chunk, axis)
     x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
@@ -98,7 +101,7 @@ def _forward(x, kernel, targets, weights, options: Options):
         logits, slope = _logits(x_part, head, options)
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
-        dx = _named(jnp.einsum(_equation("grv,dv->grd", options), dlogits, head))
+        dx = _named(_over_parts(jax.lax.psum, jnp.einsum(_equation("grv,dv->grd", options), dlogits, head), options))
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
@@ -153,17 +156,32 @@ def _logits(x, head, options: Options):
 
 def _score(logits, targets, weights, options: Options):
     """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
-    total = exponentials.sum(-1, keepdims=True)
+    total = _over_parts(jax.lax.psum, exponentials.sum(-1, keepdims=True), options)
     log_z = (jnp.log(total) + top)[..., 0]
-    hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    picked = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0]
+    picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
     z = jnp.sum(weights * options.z_loss * log_z**2)
     factor = weights * (1 + 2 * options.z_loss * log_z)
     dlogits = exponentials * (factor[..., None] / total) - jnp.where(hit, weights[..., None], 0)
     return loss, z, dlogits
+
+
+def _target_logits(logits, targets, options: Options):
+    """Returns the targets' logits, and where in this part of the vocabulary they stand."""
+    if options.axis is not None:
+        targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
+    hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    if options.axis is None:
+        return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
+    # Not by index: XLA's partitioner cannot split a gather inside a stage.
+    return jax.lax.psum(jnp.where(hit, logits, 0).sum(-1), options.axis), hit
+
+
+def _over_parts(reduce, x, options: Options):
+    """Returns x reduced over the stages that share out the vocabulary, if they do."""
+    return x if options.axis is None else reduce(x, options.axis)
 
 
 def _equation(equation: str, options: Options) -> str:

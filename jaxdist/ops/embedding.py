@@ -29,7 +29,10 @@ def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _embed(table, indices, names: Names, dtype):
     indices, by_width = _by_width(indices, names, sharding.stored_by_fsdp)
-    rows = jnp.take(table, indices, axis=0, mode="clip").astype(dtype)
+    local, own = _own_part(indices, table, names)
+    rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
+    if own is not None:
+        rows = jax.lax.psum(jnp.where(own[..., None], rows, 0), sharding.vocabulary_axis(names))
     return sharding.shard(rows, "batch_of_group", None, "width") if by_width else rows
 
 
@@ -41,11 +44,23 @@ def _backward(names, dtype, residuals, dx):
     table, indices = residuals
     indices, by_width = _by_width(indices, names, sharding.gradient_by_fsdp)
     dx = sharding.shard(dx, "batch_of_group", None, "width") if by_width else dx
-    total = jnp.zeros(table.shape, jnp.float32).at[indices].add(dx.astype(jnp.float32))
+    local, own = _own_part(indices, table, names)
+    dx = dx.astype(jnp.float32) if own is None else jnp.where(own[..., None], dx, 0).astype(jnp.float32)
+    total = jnp.zeros(table.shape, jnp.float32).at[local].add(dx)
     return sharding.scatter(total, names).astype(table.dtype), None
 
 
 _embed.defvjp(_forward, _backward)
+
+
+def _own_part(indices, table, names: Names):
+    """Returns indices into this stage's part of the table, and which of them are in it (None: all)."""
+    axis = sharding.vocabulary_axis(names)
+    if axis is None:
+        return indices, None
+    local = indices - jax.lax.axis_index(axis) * table.shape[0]
+    own = (local >= 0) & (local < table.shape[0])
+    return jnp.where(own, local, 0), own
 
 
 def _by_width(indices, names: Names, is_split):

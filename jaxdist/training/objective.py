@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import precision, sharding
-from jaxdist.models.staged import Batch, Loss, is_staged, staged_loss
+from jaxdist.models.staged import Batch, Loss, is_staged, run_blocks, staged_loss
+from jaxdist.pipeline.executor import Pipeline, pipeline_sums
+from jaxdist.pipeline.schedule import Program
 from jaxdist.remat import rematerialised
 from jaxdist.training.state import ModelSpec, Tree
 
+Pipelined = Callable[[Tree, Tree, Batch, jax.Array | None], tuple[Tree, Loss]]
 Objective = Callable[[Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, Loss]]
 
 
@@ -58,6 +61,36 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     return objective
 
 
+def build_pipelined(
+    spec: ModelSpec, program: Program, num_layers: int, *, compute: str, remat: str, backward: bool = True
+) -> Pipelined:
+    """Returns `pipelined(trainable, model_state, batch, key) -> (gradient sums, Loss)`.
+
+    It equals the gradients of `build_objective`, computed by the stages of a pipeline.
+
+    Args:
+      remat: policy inside a stage's recomputation.
+      backward: False computes the loss alone.
+    """
+    microbatches = program.schedule.microbatches
+
+    def pipelined(trainable, model_state, batch, key):
+        def assemble(parameters: Tree):
+            model = spec.assemble(parameters, model_state)
+            if getattr(model, "casts_itself", False):
+                return model
+            return spec.assemble(precision.cast(parameters, compute), model_state)
+
+        pipeline = Pipeline(
+            program, num_layers, assemble, lambda block: rematerialised(block, remat), run_blocks
+        )
+        parts = {name: split(value, microbatches) for name, value in batch.items()}
+        with precision.computing_in(compute):
+            return pipeline_sums(pipeline, trainable, parts, key, spec.placed_names, backward=backward)
+
+    return pipelined
+
+
 def sum_gradients(
     objective: Objective,
     trainable: Tree,
@@ -67,13 +100,14 @@ def sum_gradients(
     *,
     accumulation: int,
     names: Tree,
+    pipelined: Pipelined | None = None,
 ) -> Sums:
     """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
 
     Sums and counts are added up and divided by nobody here: the caller divides once by the global
     count, so parts with unequal counts (packing, padding) weigh as they do in one piece.
     """
-    gradient_of = jax.grad(objective, has_aux=True)
+    gradient_of = pipelined or jax.grad(objective, has_aux=True)
 
     def part_sums(part: Batch) -> Sums:
         gradients, loss = gradient_of(trainable, model_state, part, key)
@@ -81,7 +115,7 @@ def sum_gradients(
 
     if accumulation == 1:
         return part_sums(batch)
-    parts = {name: _split(value, accumulation) for name, value in batch.items()}
+    parts = {name: split(value, accumulation) for name, value in batch.items()}
     abstract = jax.eval_shape(part_sums, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
     zeros = zeros._replace(gradients=_laid_out(zeros.gradients, names))
@@ -100,7 +134,7 @@ def _laid_out(gradients: Tree, names: Tree) -> Tree:
     return jax.tree.unflatten(structure, out)
 
 
-def _split(x: jax.Array, parts: int) -> jax.Array:
+def split(x: jax.Array, parts: int) -> jax.Array:
     """Returns [batch, ...] as [parts, batch / parts, ...].
 
     Part i takes every parts-th sample, from i on: each batch shard then cuts up its own samples,

@@ -34,6 +34,7 @@ class ModelSpec:
     trainable: Tree  # of ShapeDtypeStruct
     model_state: Tree
     names: Tree  # like trainable, of tuples of logical names
+    stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
 
     def assemble(self, trainable: Tree, model_state: Tree) -> Any:
         """Returns the model with these arrays in it."""
@@ -42,11 +43,21 @@ class ModelSpec:
     def named_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names)."""
         leaves = jax.tree_util.tree_flatten_with_path(self.trainable)[0]
-        names = jax.tree.leaves(self.names, is_leaf=lambda x: isinstance(x, tuple))
+        names = jax.tree.leaves(self.placed_names, is_leaf=lambda x: isinstance(x, tuple))
         return {
             jax.tree_util.keystr(path, simple=True, separator="/"): (leaf, name)
             for (path, leaf), name in zip(leaves, names, strict=True)
         }
+
+    @property
+    def placed_names(self) -> Tree:
+        """Returns the names with those of stack dims before a block's own."""
+        if not self.stack:
+            return self.names
+        blocks = jax.tree.map(
+            lambda names: (*self.stack, *names), self.names["blocks"], is_leaf=lambda x: isinstance(x, tuple)
+        )
+        return self.names | {"blocks": blocks}
 
     @property
     def parameter_count(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,25 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import sharding
 from jaxdist.models.staged import Batch
 from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer, state_specs
+from jaxdist.pipeline.schedule import build_schedule, compile_schedule
 from jaxdist.sharding import Rules
-from jaxdist.training.objective import build_objective, sum_gradients
+from jaxdist.training.objective import build_objective, build_pipelined, sum_gradients
+from jaxdist.training.staging import Staging
 from jaxdist.training.state import ModelSpec, State, Tree, fresh_arrays
 
 Metrics = dict[str, jax.Array]
 INIT, STEPS = 0, 1  # what the seed's first fold is for
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How microbatches flow through the stages of mesh.pipeline."""
+
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
+    microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
+    chunks: int = 1  # groups of layers per stage (virtual stages), interleaved only; >= 1
+    edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or on each whole
+    remat: str = "none"  # policy inside a stage's own recomputation, as remat.policy
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,8 @@ class StepConfig:
     params: str = "float32"
     remat: str = "dots"
     ema_decay: float = 0.0
+    pipeline: PipelineConfig | None = None  # None: no pipeline
+    stages: int = 1
 
 
 class OptState(NamedTuple):
@@ -69,19 +84,23 @@ def build_train_step(
     Raises:
       ConfigError: a parameter's dim that its mesh axis does not divide.
     """
+    cut = _cut(spec, config)
+    spec = cut.staged_spec(spec) if cut else spec
     sharding.place(spec.named_parameters(), rules)
     transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
-    abstract = jax.eval_shape(lambda: _fresh_state(spec, transform, config))
+    abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, transform, config))
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
     objective = build_objective(spec, compute=config.compute, remat=config.remat)
+    pipelined = _pipelined(spec, cut, config) if cut else None
+    scored = _pipelined(spec, cut, config, backward=False) if cut else None
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         with sharding.activate(mesh, rules):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
                 objective, state.trainable, state.model_state, batch, key,
-                accumulation=config.accumulation, names=spec.names,
+                accumulation=config.accumulation, names=spec.placed_names, pipelined=pipelined,
             )  # fmt: skip
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             after = _update(state, sums, batch, transform, schedule, optimizer, config, spec)
@@ -94,14 +113,14 @@ def build_train_step(
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with sharding.activate(mesh, rules):
             weights = state.trainable if state.ema is None else state.ema
-            loss = objective(weights, state.model_state, batch, None)[1]
+            loss = (scored or objective)(weights, state.model_state, batch, None)[1]
         return loss.sum, loss.count
 
     whole = NamedSharding(mesh, P())
     return TrainStep(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
         init=jax.jit(
-            lambda: _fresh_state(spec, transform, config),
+            lambda: _fresh_state(spec, cut, transform, config),
             out_shardings=shardings,
             compiler_options=_for_one_run(mesh),
         ),
@@ -113,17 +132,35 @@ def build_train_step(
     )
 
 
+def _cut(spec: ModelSpec, config: StepConfig) -> Staging | None:
+    """Returns how the layers lie on the stages of the pipeline; None without one."""
+    if config.pipeline is None or config.stages == 1:
+        return None
+    depth = jax.tree.leaves(spec.trainable["blocks"])[0].shape[0]
+    return Staging(depth, config.stages, config.pipeline.chunks)
+
+
+def _pipelined(spec: ModelSpec, cut: Staging, config: StepConfig, *, backward: bool = True):
+    wanted = config.pipeline
+    assert wanted is not None
+    schedule = build_schedule(wanted.schedule, cut.stages, wanted.microbatches, cut.chunks)
+    return build_pipelined(
+        spec, compile_schedule(schedule), cut.num_layers,
+        compute=config.compute, remat=wanted.remat, backward=backward,
+    )  # fmt: skip
+
+
 def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, unchanged if they are not finite."""
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
     clip = optimizer.clip_norm
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
-    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.names)
+    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.placed_names)
     updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
     # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
     rate = schedule(state.opt_state.clock)
-    updates = jax.tree.map(lambda u: u * rate, _as_state(updates, spec.names))
+    updates = jax.tree.map(lambda u: u * rate, _as_state(updates, spec.placed_names))
     trainable = optax.apply_updates(state.trainable, updates)
     ema = state.ema
     if ema is not None:
@@ -171,8 +208,9 @@ def _once_there(good: jax.Array, parameters: Tree) -> jax.Array:
     return good & ~jnp.isnan(firsts)
 
 
-def _fresh_state(spec: ModelSpec, transform, config: StepConfig) -> State:
+def _fresh_state(spec: ModelSpec, cut: Staging | None, transform, config: StepConfig) -> State:
     trainable, model_state = fresh_arrays(spec.build, _key(config.seed, INIT))
+    trainable = cut.staged(trainable) if cut else trainable
     trainable = jax.tree.map(lambda x: x.astype(config.params), trainable)
     ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
     start = (jnp.int32(0), jnp.float32(0), jnp.float32(1))

@@ -1,0 +1,317 @@
+"""One executor for every schedule: tables in, loss and gradients out, in one SPMD program.
+
+`shard_map` is manual over `pipeline` alone; the other axes stay with the partitioner, so a stage is
+the same code as the whole model. Every stage runs the same ops in a tick, predicates depend on the
+tick only, and what a stage computes for nobody is masked: no collective can wait for a stage that
+took another branch. A stage keeps the inputs of its live microbatches and computes the rest again.
+Embedding and head belong to all stages: their vocabulary is split over `pipeline` (the ops sum over
+it), so the head is balanced and tied embeddings need no synchronisation. Gradients are those of the
+unpipelined model; sources: PipeDream-Flush (arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
+
+Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import sharding
+from jaxdist.models.staged import Batch, Block, Context, Loss, shared_fields
+from jaxdist.pipeline.schedule import Program, Run
+
+AXIS = "pipeline"
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A compiled schedule and what it runs."""
+
+    program: Program
+    num_layers: int  # of the model, without padding
+    assemble: Callable[[Tree], Any]  # trainable tree (blocks of one chunk) -> model
+    transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
+    apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
+
+    @property
+    def stages(self) -> int:
+        return self.program.schedule.stages
+
+    @property
+    def chunks(self) -> int:
+        return self.program.schedule.chunks
+
+
+class Carry(NamedTuple):
+    """What lives from tick to tick on a stage."""
+
+    inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
+    gradients_in: jax.Array  # [slots + 1, B, S, D] gradients with respect to stage outputs
+    dx: jax.Array  # [B, S, D] gradient of the last tick's stage input, on its way back
+    sums: Tree  # float32 gradient sums, like the trainable tree
+    loss: Loss
+    block_aux: dict[str, jax.Array]  # sums over this stage's blocks
+
+
+def pipeline_sums(
+    pipeline: Pipeline, trainable: Tree, batch: Batch, key: jax.Array | None, names: Tree, *, backward: bool
+) -> tuple[Tree, Loss]:
+    """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
+
+    Must be traced inside `sharding.activate`.
+
+    Args:
+      trainable: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
+      names: logical names, like trainable.
+      backward: False leaves the backward pass out; the gradients are then None.
+    """
+    now = sharding.active()
+    assert now is not None, "the executor runs inside a step"
+    specs = jax.tree.map(_manual_spec, trainable, names)
+    whole = jax.tree.map(lambda _: P(), (batch, key))
+    rows = jax.tree.map(jnp.asarray, pipeline.program.rows)
+    out = (specs if backward else P(), P())
+    run = jax.shard_map(
+        partial(_run, pipeline, names, backward),
+        mesh=now.mesh,
+        in_specs=(specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
+        out_specs=out,
+        axis_names={AXIS},
+        check_vma=False,
+    )
+    return run(trainable, batch, key, rows)
+
+
+def _manual_spec(leaf, names) -> P:
+    """Returns how pipeline splits a parameter: blocks by stage, tables by vocabulary."""
+    now = sharding.active()
+    stored = now.rules.stored(names, leaf.shape)
+    return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
+
+
+def _run(pipeline: Pipeline, names: Tree, backward: bool, trainable, batch, key, rows):
+    """Runs all ticks on one stage; arrays are this stage's part."""
+    with sharding.inside_stage():
+        stage = _Stage(pipeline, trainable, batch, key, names, backward)
+        carry = stage.start()
+        rows = jax.tree.map(lambda x: x[:, 0], rows)
+        ticks = jax.tree.map(jnp.asarray, pipeline.program.ticks)
+        for run in pipeline.program.runs:
+            if not backward and not run.some & {"embed", "forward", "head"}:
+                continue
+            part = jax.tree.map(lambda x: x[run.start : run.start + run.length], (rows, ticks))  # noqa: B023
+            carry = jax.lax.scan(partial(stage.tick, run), carry, part)[0]
+        return stage.finish(carry)
+
+
+class _Stage:
+    """The ops of a tick, on one stage."""
+
+    def __init__(self, pipeline, trainable, batch, key, names, backward):
+        self.pipeline, self.batch, self.key, self.backward = pipeline, batch, key, backward
+        self.blocks, self.names = trainable["blocks"], names
+        self.rest = {name: value for name, value in trainable.items() if name != "blocks"}
+        self.index = jax.lax.axis_index(AXIS)
+
+    # --- the model's parts ------------------------------------------------------------------------
+
+    def model(self, rest: Tree, blocks: Tree | None = None):
+        """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
+        blocks = self.chunk(0) if blocks is None else blocks
+        return self.pipeline.assemble({"blocks": blocks, **rest})
+
+    def chunk(self, number) -> Tree:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
+
+    def microbatch(self, number) -> Batch:
+        at = jnp.maximum(number, 0)
+        return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
+
+    def embed(self, rest: Tree, number) -> jax.Array:
+        return self.model(rest).embed(self.microbatch(number))
+
+    def head(self, rest: Tree, y: jax.Array, number) -> Loss:
+        return self.model(rest).head(y, self.microbatch(number))
+
+    def forward(self, blocks: Tree, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
+        """Returns the stage's chunk applied to x; layers of padding pass it on."""
+        model = self.model(self.rest, blocks)
+        fields = shared_fields(model, self.microbatch(number))
+        depth = jax.tree.leaves(blocks)[0].shape[0]
+        first = (chunk * self.pipeline.stages + self.index) * depth
+        last = self.pipeline.num_layers
+
+        def padded(block: Block) -> Block:
+            if last == depth * self.pipeline.stages * self.pipeline.chunks:
+                return block
+
+            def masked(parameters, x, context: Context):
+                y, aux = block(parameters, x, context)
+                real = context.layer < last
+                return jnp.where(real, y, x), jax.tree.map(lambda a: jnp.where(real, a, 0), aux)
+
+            return masked
+
+        return self.pipeline.apply_blocks(
+            model.blocks, x, self.key, fields, lambda b: padded(self.pipeline.transform(b)), first=first
+        )
+
+    # --- ticks ------------------------------------------------------------------------------------
+
+    def start(self) -> Carry:
+        """Returns the carry before the first tick."""
+        x = jax.eval_shape(lambda: self.embed(self.rest, 0))
+        y, aux = jax.eval_shape(lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0))
+        loss = jax.eval_shape(lambda: self.head(self.rest, jnp.zeros(x.shape, x.dtype), 0))
+        program = self.pipeline.program
+        trainable = {"blocks": self.blocks, **self.rest}
+        sums = jax.tree.map(self._zero_gradient, trainable, self.names) if self.backward else None
+
+        def slots(count: int) -> jax.Array:
+            return self._residual(jnp.zeros((count + 1, *x.shape), x.dtype))
+
+        return Carry(
+            slots(program.num_inputs),
+            slots(program.num_gradients) if self.backward else jnp.zeros(()),
+            jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
+            sums,
+            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), aux),
+        )
+
+    @staticmethod
+    def _zero_gradient(leaf, names):
+        return sharding.scatter(jnp.zeros(leaf.shape, jnp.float32), _own_names(names))
+
+    @staticmethod
+    def _residual(x: jax.Array) -> jax.Array:
+        lead = (None,) * (x.ndim - 3)
+        return sharding.shard(x, *lead, "batch", "residual", None)
+
+    def tick(self, run: Run, carry: Carry, item) -> tuple[Carry, None]:
+        """Returns the carry after one tick, in the order that schedule.program lays down."""
+        row, at = item
+        carry, y = self._going_forward(run, carry, row, at)
+        if self.backward:
+            carry = self._going_back(run, carry, row, at)
+        if "hop" in run.some:
+            arriving = self._hop(y, +1)
+            carry = carry._replace(inputs=_put(carry.inputs, row.rx, arriving))
+        return carry, None
+
+    def _going_forward(self, run: Run, carry: Carry, row, at) -> tuple[Carry, jax.Array]:
+        if self.backward and "gradient_hop" in run.some:
+            arriving = self._hop(carry.dx, -1)
+        if "embed" in run.some:
+            inputs = _when(
+                "embed" in run.every, at.any_embed,
+                lambda c: _put(c, row.e_x, self._residual(self.embed(self.rest, at.e_mb))), carry.inputs,
+            )  # fmt: skip
+            carry = carry._replace(inputs=inputs)
+        y = jnp.zeros(carry.inputs.shape[1:], carry.inputs.dtype)
+        if "forward" in run.some:
+            y, aux = self.forward(self.chunk(row.f_chunk), carry.inputs[row.f_x], row.f_mb, row.f_chunk)
+            keep = row.f_mb >= 0
+            total = jax.tree.map(lambda t, a: t + jnp.where(keep, a, 0), carry.block_aux, aux)
+            carry = carry._replace(block_aux=total)
+        if self.backward and "gradient_hop" in run.some:
+            carry = carry._replace(gradients_in=_put(carry.gradients_in, row.rg, arriving))
+        if "head" in run.some:
+            carry = _when(
+                "head" in run.every, at.any_head, lambda c: self._score(c, y, row, at), carry
+            )
+        return carry, y
+
+    def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
+        """H: all stages score the last stage's output on their part of the vocabulary."""
+        last = self.index == self.pipeline.stages - 1
+        y = self._residual(jax.lax.psum(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
+        if not self.backward:
+            loss = self.head(self.rest, y, at.h_mb)
+            return carry._replace(loss=_added(carry.loss, loss))
+
+        def objective(rest, y):
+            loss = self.head(rest, y, at.h_mb)
+            return loss.sum + sum(loss.aux.values()), loss
+
+        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(self.rest, y)
+        return carry._replace(
+            loss=_added(carry.loss, loss),
+            sums=self._add_rest(carry.sums, drest),
+            gradients_in=_put(carry.gradients_in, row.h_g, self._residual(dh)),
+        )
+
+    def _going_back(self, run: Run, carry: Carry, row, at) -> Carry:
+        if "backward" in run.some:
+            x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
+            chunk = self.chunk(row.b_chunk)
+            (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, row.b_mb, row.b_chunk), chunk, x)
+            dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
+            carry = carry._replace(
+                dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row)
+            )
+        if "embed_backward" in run.some:
+            carry = _when(
+                "embed_backward" in run.every, at.any_embed_backward, lambda c: self._embed_back(c, at), carry
+            )
+        return carry
+
+    def _embed_back(self, carry: Carry, at) -> Carry:
+        """EB: all stages take the first stage's dx into their part of the table."""
+        first = jnp.where(self.index == 0, carry.dx, jnp.zeros_like(carry.dx))
+        dx = self._residual(jax.lax.psum(first, AXIS))
+        pull = jax.vjp(lambda rest: self.embed(rest, at.eb_mb), self.rest)[1]
+        return carry._replace(sums=self._add_rest(carry.sums, pull(dx)[0]))
+
+    def _hop(self, x: jax.Array, by: int) -> jax.Array:
+        stages = self.pipeline.stages
+        return self._residual(jax.lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)]))
+
+    def _add_chunk(self, sums: Tree, dchunk: Tree, row) -> Tree:
+        keep = row.b_mb >= 0
+
+        def add(total, gradient, names):
+            gradient = jnp.where(keep, gradient.astype(jnp.float32), 0)[None]
+            old = jax.lax.dynamic_index_in_dim(total, row.b_chunk, 0, False)
+            new = jax.lax.dynamic_update_index_in_dim(total, old + gradient, row.b_chunk, 0)
+            return sharding.scatter(new, _own_names(names))
+
+        return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, self.names["blocks"])}
+
+    def _add_rest(self, sums: Tree, drest: Tree) -> Tree:
+        def add(total, gradient, names):
+            return sharding.scatter(total + gradient.astype(jnp.float32), _own_names(names))
+
+        old = {name: value for name, value in sums.items() if name != "blocks"}
+        known = {name: value for name, value in self.names.items() if name != "blocks"}
+        return sums | jax.tree.map(add, old, drest, known)
+
+    def finish(self, carry: Carry) -> tuple[Tree, Loss]:
+        """Returns (gradient sums, loss sums): the blocks' own terms added over stages."""
+        aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
+        return carry.sums if self.backward else jnp.zeros(()), carry.loss._replace(aux=carry.loss.aux | aux)
+
+
+def _own_names(names):
+    """Returns a block parameter's names without those of its stack dims."""
+    return tuple(name for name in names if name not in sharding.STACKS)
+
+
+def _added(total: Loss, new: Loss) -> Loss:
+    return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
+
+
+def _put(buffer: jax.Array, slot, value: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
+
+
+def _when(always: bool, wanted, function, carry):
+    """Returns function(carry), where `wanted`, which is the same on all stages."""
+    return function(carry) if always else jax.lax.cond(wanted, function, lambda c: c, carry)
