@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import extras, hardware, machine, recipe
+from jaxdist import command_line, extras, hardware, machine
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig
 from jaxdist.mesh import count_slices
@@ -202,4 +202,4 @@ def _text(path: str, value: object) -> str:
 
 
 if __name__ == "__main__":
-    recipe.main_with_config_errors(main)
+    command_line.main_with_config_errors(main)

@@ -13,7 +13,7 @@ from jaxdist import hardware, recipe
 from jaxdist.config import ConfigError
 from jaxdist.mesh import AXES, MeshConfig, build_mesh
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules, explain, place
+from jaxdist.sharding import Rules, explain
 from jaxdist.training.state import ModelSpec
 from jaxdist.training.step import TrainStep
 
@@ -33,7 +33,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say(recipe.batch_arithmetic(run, shape))
     for fault in run.data.faults():
         say(f"data, before training: {fault}")
-    say("\n" + explain(place(spec.named_parameters(), rules)))
+    say("\n" + explain(recipe.placements(run, spec, rules)))
     flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     known = flags if flags in ("tpu", "gpu", "cpu") else "cpu"
     say("\n" + hardware.flag_table(known))  # type: ignore[arg-type]

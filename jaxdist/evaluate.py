@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from jaxdist import inference, recipe
+from jaxdist import command_line, inference
 from jaxdist.inference import HeldOut
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
@@ -70,4 +70,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    recipe.main_with_config_errors(main)
+    command_line.main_with_config_errors(main)

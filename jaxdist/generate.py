@@ -6,7 +6,7 @@ import argparse
 
 import jax
 
-from jaxdist import inference, recipe
+from jaxdist import command_line, inference
 from jaxdist.decoding import SamplingConfig
 
 
@@ -50,4 +50,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    recipe.main_with_config_errors(main)
+    command_line.main_with_config_errors(main)

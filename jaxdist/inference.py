@@ -100,7 +100,8 @@ def _fitted(
     Raises:
       ConfigError: none does; the faults are those of the last mesh tried.
     """
-    meshes = [mesh] if mesh else [config.mesh, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+    own = [config.mesh] if config.mesh.pipeline == 1 else []  # one text at a time fills no pipeline
+    meshes = [mesh] if mesh else [*own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
     part = config.batch.global_size // config.batch.accumulation
     rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
@@ -157,7 +158,7 @@ class TrainedRun:
         vocab_size = self.config.vocab_size
         if vocab_size is not None and found.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer {found.name} has {found.vocab_size} ids, model.vocab_size is "
+                f"the tokenizer {data.tokenizer} has {found.vocab_size} ids, model.vocab_size is "
                 f"{vocab_size}; put the model's tokenizer.json into {self.folder}"
             )
         return found

@@ -130,9 +130,9 @@ def _begin(
         if store.latest() is None:
             return built.init(), compiled.result(), Progress()
         library.result()
-        restored = store.restore(built.abstract_state)
+        restored = store.restore(built.views.abstract)
         progress = Progress(**restored.metadata["progress"])
-        return restored.state, compiled.result(), progress
+        return built.views.staged(restored.state), compiled.result(), progress
 
 
 def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> Any:
@@ -318,7 +318,7 @@ class Session:
         if self.store.should_save(number, time.monotonic(), last=ended):
             self._count_tokens()
             progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
-            self.store.save(number, state, {"progress": progress})
+            self.store.save(number, self.built.views.flat(state), {"progress": progress})
         self._report_saves()
         self.window.aside_s += time.monotonic() - began
 
@@ -348,6 +348,7 @@ class Session:
         if train.sample_tokens and tokenizer is not None and self.generate is not None:
             self.display.status("sampling")
             prompt = tokenizer.encode(train.sample_prompt)
+            state = self.built.views.flat(state)
             weights = state.trainable if state.ema is None else state.ema
             (found,) = self.generate(
                 weights, state.model_state, [prompt], max_tokens=train.sample_tokens,

@@ -20,7 +20,7 @@ from jaxdist.config import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
 CHATTY_AXES = ("expert", "context", "tensor")  # they talk inside every layer: not across DCN
-NOT_YET = ("pipeline", "expert", "context")
+NOT_YET = ("expert", "context")
 
 
 @dataclass(frozen=True)

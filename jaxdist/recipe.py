@@ -6,11 +6,8 @@ at once, before anything compiles.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -30,8 +27,9 @@ from jaxdist.models import registry
 from jaxdist.optimizers import OptimizerConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.remat import RematConfig
-from jaxdist.sharding import Rules, build_rules, place
+from jaxdist.sharding import Placement, Rules, build_rules, place
 from jaxdist.telemetry.profile import ProfileConfig
+from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.state import ModelSpec, describe
 from jaxdist.training.step import StepConfig, TrainStep, build_train_step
 
@@ -70,6 +68,7 @@ class RunConfig:
     model: Mapping[str, Any] = field(default_factory=dict)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     remat: RematConfig = field(default_factory=RematConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -93,6 +92,7 @@ class RunConfig:
 HARMLESS = (
     "mesh.*",
     "remat.*",
+    "pipeline.*",
     "checkpoint.*",
     "profile.*",
     "batch.accumulation",
@@ -128,11 +128,11 @@ def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
     """Returns the defaults of a run of the target's model; config files change it and return it."""
     config = configs.to_config_dict(RunConfig())
     with config.unlocked():
-        config.model = _model_defaults(target)
+        config.model = model_defaults(target)
     return config
 
 
-def _model_defaults(target: str) -> dict[str, Any]:
+def model_defaults(target: str) -> dict[str, Any]:
     schema = configs.schema_of(registry.options_class(registry.find_model(target)))
     # An option without a default is left out: setting it is then required.
     known = {p: f.default for p, f in schema.items() if f.default is not configs.MISSING}
@@ -196,86 +196,6 @@ def from_config(config: ConfigDict | Mapping) -> RunConfig:
     )
 
 
-def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
-) -> tuple[argparse.Namespace, RunConfig]:
-    """Returns a command's own flags and the RunConfig of `--config NAME --config.a.b=value ...`.
-
-    With `--config` and `--help`, lists every field with type, default and meaning.
-
-    Raises:
-      ConfigError: everything wrong with the config, at once.
-    """
-    parser.add_argument("--config", help="packaged name or path, with optional :argument")
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    overrides, rest, faults = _take_overrides(argv)
-    asks_help = "--help" in rest or "-h" in rest
-    flags, unknown = _own_flags(parser, [a for a in rest if a not in ("--help", "-h")])
-    if asks_help:
-        parser.print_help()
-    if flags.config is None:
-        if asks_help:
-            raise SystemExit(0)
-        raise ConfigError("--config is missing: name one, e.g. --config quickstart")
-    config = _retarget(configs.load(flags.config, folders=configs.packaged_folders()), overrides)
-    schema = full_schema(_target(config))
-    if asks_help:
-        print("\n" + configs.help_text(config, schema))
-        raise SystemExit(0)
-    try:
-        configs.apply_overrides(config, overrides, schema)
-    except ConfigError as error:
-        faults += error.faults
-    if faults or unknown:
-        raise ConfigError(unknown + faults)
-    return flags, from_config(config)
-
-
-def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the --config.a.b=value overrides (or --config.a.b value), the rest, and faults."""
-    overrides, rest, faults = {}, [], []
-    items = deque(argv)
-    while items:
-        if not (item := items.popleft()).startswith("--config."):
-            rest.append(item)
-            continue
-        path, equals, value = item.removeprefix("--config.").partition("=")
-        if equals:
-            overrides[path] = value
-        elif items and not items[0].startswith("--"):
-            overrides[path] = items.popleft()
-        else:
-            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
-    return overrides, rest, faults
-
-
-def _own_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns a command's own flags, and a fault for each argument that is none."""
-    parser.exit_on_error = False  # its exit code would be 2
-    try:
-        flags, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; --help lists the flags") from None
-    names = ["--" + name.replace("_", "-") for name in vars(flags)]
-    return flags, [
-        f"{item}: no such flag;{configs.suggest(item.partition('=')[0], names)} --help lists them"
-        for item in unknown
-    ]
-
-
-def _target(config: ConfigDict) -> str:
-    return configs.flatten(config).get("model.target", registry.DEFAULT_TARGET)
-
-
-def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
-    """Returns the config with the model's fields of an overridden target, which is read first."""
-    target = overrides.get("model.target", _target(config))
-    if target != _target(config):
-        with config.unlocked():
-            config.model = _model_defaults(target)
-    return config
-
-
 # --- validation -----------------------------------------------------------------------------------
 
 
@@ -294,19 +214,20 @@ def validate(
     shape = None
     try:
         shape = resolve_mesh(run.mesh, len(devices), _num_slices(run.mesh, devices))
-        faults += _batch_faults(run.batch, shape)
     except ConfigError as error:
         faults += error.faults
     if shape is None or registry.option_faults(run.model_class, run.model_options):
         raise ConfigError(faults)
     spec = describe(registry.build_function(run.model_class, run.model_options))
-    rules = build_rules(run.mesh, shape)
+    faults += _batch_faults(run, shape)
+    rules = build_rules(run.mesh, shape, vocab_over_stages=run.pipeline.edges == "sharded")
+    misfits = list(_pipeline_faults(run, shape, spec))
     try:
-        place(spec.named_parameters(), rules)
+        place(spec.named_parameters(), rules) if misfits else placements(run, spec, rules)
     except ConfigError as error:
-        faults += _merged(error.faults)
-    if faults:
-        raise ConfigError(faults)
+        misfits += _merged(error.faults)
+    if faults + misfits:
+        raise ConfigError(faults + misfits)
     return shape, rules, spec
 
 
@@ -358,16 +279,34 @@ def _sequence_faults(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _batch_faults(batch: BatchConfig, shape: MeshShape) -> Iterator[str]:
-    unit = batch.accumulation * shape.batch_shards
+def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
+    if shape.sizes["pipeline"] == 1:
+        return
+    if (
+        not all(hasattr(run.model_class, name) for name in ("embed", "head"))
+        or "blocks" not in spec.trainable
+    ):
+        yield (
+            f"mesh.pipeline={shape.sizes['pipeline']}: {run.model['target']} has no stages "
+            f"(embed, blocks, head); write it so, or set mesh.pipeline=1"
+        )
+        return
+    cut = staging(run, spec, shape)
+    assert cut is not None
+    yield from cut.faults()
+
+
+def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
+    batch, flow = run.batch, num_microbatches(run, shape)
+    unit = batch.accumulation * flow * shape.batch_shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
         return
     below, above = batch.global_size // unit * unit, -(-batch.global_size // unit) * unit
     legal = f"{below} or {above}" if below else f"{above}"
     yield (
-        f"batch.global_size={batch.global_size} is not divisible by accumulation "
-        f"{batch.accumulation} x batch shards {shape.batch_shards} (data x fsdp x expert) = "
-        f"{unit}; nearest legal sizes: {legal}"
+        f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "
+        f"{f'microbatches {flow} x ' if flow > 1 else ''}batch shards {shape.batch_shards} "
+        f"(data x fsdp x expert) = {unit}; nearest legal sizes: {legal}"
     )
 
 
@@ -384,8 +323,27 @@ def build_step(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Tra
         params=run.precision.params,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
+        staging=staging(run, spec, rules.shape),
     )
     return build_train_step(spec, run.optimizer, schedule, mesh, rules, step)
+
+
+def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:
+    """Returns how a pipeline cuts up the model's layers; None without one."""
+    if shape.sizes["pipeline"] == 1:
+        return None
+    depth = jax.tree.leaves(spec.trainable["blocks"])[0].shape[0]
+    return Staging(run.pipeline, depth, shape.sizes["pipeline"])
+
+
+def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:
+    """Returns where every parameter lies.
+
+    Raises:
+      ConfigError: dims that an axis does not divide.
+    """
+    cut = staging(run, spec, rules.shape)
+    return place((cut.staged_spec(spec) if cut else spec).named_parameters(), rules)
 
 
 def text_batch(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -398,23 +356,19 @@ def text_batch(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     return batch | {"sample": jax.ShapeDtypeStruct((size,), "int32")}
 
 
+def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
+    """Returns the microbatches of an accumulation step: 4 x stages by default, 1 without a pipeline."""
+    stages = shape.sizes["pipeline"]
+    return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
+
+
 def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
     """Returns the one line that says how the global batch is made up."""
-    batch = run.batch
-    each = batch.global_size // (batch.accumulation * shape.batch_shards)
+    batch, flow = run.batch, num_microbatches(run, shape)
+    each = batch.global_size // (batch.accumulation * flow * shape.batch_shards)
     return (
         f"batch: {batch.global_size} sequences a step = {batch.accumulation} accumulation x "
-        f"{shape.batch_shards} batch shards x {each} per device; "
-        f"x {batch.sequence_length} tokens = "
+        f"{f'{flow} microbatches x ' if flow > 1 else ''}{shape.batch_shards} batch shards x "
+        f"{each} per device; x {batch.sequence_length} tokens = "
         f"{batch.global_size * batch.sequence_length:,} tokens a step"
     )
-
-
-def main_with_config_errors(main: Callable[[], int]) -> None:
-    """Runs a command's main and exits: with its code, or 78 and one line per fault."""
-    try:
-        raise SystemExit(main())
-    except ConfigError as error:
-        for fault in error.faults:
-            print(f"error: {fault}", file=sys.stderr)
-        raise SystemExit(configs.EXIT_CONFIG) from None

@@ -177,9 +177,9 @@ def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -
     )
 
 
-def build_rules(config: MeshConfig, shape: MeshShape) -> Rules:
+def build_rules(config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool = True) -> Rules:
     """Returns the rule table for a resolved mesh."""
-    return Rules(shape, config.zero, config.sequence_parallel)
+    return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages)
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:

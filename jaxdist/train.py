@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import dry_run, loop, machine, recipe
+from jaxdist import command_line, dry_run, loop, machine
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, config = recipe.parse(_parser(), arguments)
+    flags, config = command_line.parse(_parser(), arguments)
     if joined := machine.prepare():
         print(joined)
     if flags.dry_run:
@@ -47,4 +47,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    recipe.main_with_config_errors(main)
+    command_line.main_with_config_errors(main)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxdist import hardware, recipe
+from jaxdist import command_line, hardware
 from jaxdist.config import ConfigError
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.proof import PRECISIONS, prove
@@ -23,7 +23,7 @@ from jaxdist.verification.proof import PRECISIONS, prove
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     began = time.monotonic()
-    flags, config = recipe.parse(_parser(), arguments)
+    flags, config = command_line.parse(_parser(), arguments)
     devices = _devices(flags.devices)
     precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
     report = prove(
@@ -40,14 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxdist verify", description=__doc__, add_help=False)
     parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
-    parser.add_argument(
-        "--precision", choices=(*PRECISIONS, "both"), default="both", help="default: both"
-    )
+    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), default="both", help="default: both")
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    parser.add_argument(
-        "-h", "--help", action="store_true", help="with --config: all of its fields"
-    )
+    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
     return parser
 
 
@@ -84,4 +80,4 @@ def _emulate(count: int) -> None:
 
 
 if __name__ == "__main__":
-    recipe.main_with_config_errors(main)
+    command_line.main_with_config_errors(main)

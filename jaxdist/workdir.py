@@ -25,10 +25,11 @@ from jaxdist.recipe import (
     RunConfig,
     from_config,
     harmless_on_resume,
+    placements,
     run_fingerprint,
     text_batch,
 )
-from jaxdist.sharding import Rules, place
+from jaxdist.sharding import Rules
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.training.state import ModelSpec
@@ -153,7 +154,7 @@ def describe_run(
                 "copies": placed.replicated_bytes,
                 "why": placed.why,
             }
-            for placed in place(spec.named_parameters(), rules)
+            for placed in placements(run, spec, rules)
         ],
     }
 

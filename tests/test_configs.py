@@ -8,7 +8,7 @@ import goldens
 import jax
 import pytest
 
-from jaxdist import config, recipe, train, workdir
+from jaxdist import command_line, config, recipe, train, workdir
 from jaxdist.config import ConfigError
 
 SIZED = [name for name in goldens.CONFIGS if name != "quickstart"]
@@ -25,7 +25,7 @@ PARAMETERS = {
 
 
 def parse(*arguments: str) -> recipe.RunConfig:
-    return recipe.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+    return command_line.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

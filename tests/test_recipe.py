@@ -6,14 +6,14 @@ import fnmatch
 import jax
 import pytest
 
-from jaxdist import config, recipe
+from jaxdist import command_line, config, recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
 from jaxdist.mesh import MeshConfig, resolve_mesh
 
 
 def parse(*arguments: str) -> recipe.RunConfig:
-    return recipe.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
+    return command_line.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
 
 
 def faults_of(*arguments: str) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def test_the_last_of_two_overrides_counts():
 def test_a_command_s_own_flags_come_back():
     parser = argparse.ArgumentParser()
     parser.add_argument("--workdir")
-    flags, _ = recipe.parse(parser, ["--workdir", "x", "--config", "quickstart"])
+    flags, _ = command_line.parse(parser, ["--workdir", "x", "--config", "quickstart"])
     assert (flags.workdir, flags.config) == ("x", "quickstart")
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import dry_run, recipe, train
+from jaxdist import command_line, dry_run, recipe, train
 from jaxdist.mesh import MeshConfig
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
@@ -23,7 +23,7 @@ def overrides(*settings: str) -> list[str]:
 def refused(capsys, *arguments: str) -> list[str]:
     """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
     with pytest.raises(SystemExit) as stopped:
-        recipe.main_with_config_errors(lambda: train.main(list(arguments)))
+        command_line.main_with_config_errors(lambda: train.main(list(arguments)))
     assert stopped.value.code == 78
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("error: ") for line in lines)
@@ -269,7 +269,7 @@ def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch)
 
 def test_memory_by_arithmetic_is_what_the_compiler_says():
     arguments = ["--config", "llama3_8b:tiny", *overrides("mesh.fsdp=8")]
-    _, run = recipe.parse(train._parser(), arguments)
+    _, run = command_line.parse(train._parser(), arguments)
     _, rules, spec = recipe.validate(run, jax.devices())
     built = recipe.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules)
     sizes = dry_run.component_bytes(built, spec, rules)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdist import command_line, recipe, verify
 from jaxdist import config as configs
-from jaxdist import recipe, verify
 from jaxdist.config import ConfigError
 from jaxdist.verification import comparison, proof, subject
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
@@ -41,7 +41,7 @@ def quickstart(**changes) -> recipe.RunConfig:
 def command(capsys, *words: str) -> tuple[int, str, str]:
     """Returns the exit code, stdout and stderr of the command, run in this process."""
     with pytest.raises(SystemExit) as stopped:
-        recipe.main_with_config_errors(lambda: verify.main(list(words)))
+        command_line.main_with_config_errors(lambda: verify.main(list(words)))
     return stopped.value.code, *capsys.readouterr()
 
 
@@ -88,9 +88,7 @@ def test_the_matrix_of_layouts():
     last = subject.layouts_for(own, 8)[-1]
     assert last.name == "the config's own: data 2 x tensor 4, accumulation 2"
     assert last.overrides["batch.accumulation"] == 2
-    assert [layout.name for layout in subject.layouts_for(quickstart(), 2)][-1] == (
-        "tensor 2, 4 kv heads"
-    )
+    assert [layout.name for layout in subject.layouts_for(quickstart(), 2)][-1] == ("tensor 2, 4 kv heads")
 
 
 def test_the_batch_is_unequal_and_the_same_each_time():
@@ -204,9 +202,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
 
     monkeypatch.setattr(proof.recipe, "build_step", planted)
     run = quickstart(**{"optimizer.name": "sgd"})
-    report = proof.prove(
-        run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None
-    )
+    report = proof.prove(run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None)
     (result,) = report.layouts
     assert not report.passed and result.init_equal and result.grad_error > 1e-3
 

@@ -49,6 +49,11 @@ def lift(vector: jax.Array, like: jax.Array) -> jax.Array:
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
 
 
+def biased(x: jax.Array, bias: nnx.Param) -> jax.Array:
+    """Returns x + bias, added in float32: so the bias's gradient is summed in float32 too."""
+    return (x.astype(jnp.float32) + lift(bias[...], x)).astype(x.dtype)
+
+
 def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
     """Returns x with a share `rate` of its values dropped and the rest scaled up.
 

@@ -16,8 +16,8 @@ from jaxdist import precision
 from jaxdist.models.layers import (
     ACTIVATIONS,
     Norm,
+    biased,
     dropout,
-    lift,
     named,
     normal,
     residual,
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         q, k, v = project(x_BSD, self.query, self.key, self.value)
         if self.qkv_bias:
             q, k, v = (
-                y + lift(bias[...].astype(y.dtype), y)
+                biased(y, bias)
                 for y, bias in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
             )
         q = named(q, "query", "batch", "sequence", "heads", None)
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
     def merge(self, mixed_BSHN: jax.Array) -> jax.Array:
         """Returns the heads' outputs put together, [B, S, D]."""
         (y,) = project(mixed_BSHN, self.out, contract=2)
-        y = y + lift(self.out_bias[...].astype(y.dtype), y) if self.out_bias_on else y
+        y = biased(y, self.out_bias) if self.out_bias_on else y
         return named(y, "attention_projection", "batch", "residual", None)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
@@ -180,12 +180,12 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         kernels = (self.gate, self.up) if self.gated else (self.up,)
         *gate, up = project(x_BSD, *kernels)
-        up = up + lift(self.up_bias[...].astype(up.dtype), up) if self.bias else up
+        up = biased(up, self.up_bias) if self.bias else up
         up = named(up, "mlp_up", "batch", "sequence", "d_ff")
         gate = [named(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
         activate = ACTIVATIONS[self.activation]
         (y,) = project(activate(gate[0]) * up if gate else activate(up), self.down)
-        y = y + lift(self.down_bias[...].astype(y.dtype), y) if self.bias else y
+        y = biased(y, self.down_bias) if self.bias else y
         return named(y, "mlp_out", "batch", "residual", None)
 
 

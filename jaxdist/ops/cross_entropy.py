@@ -101,7 +101,8 @@ def _forward(x, kernel, targets, weights, options: Options):
         logits, slope = _logits(x_part, head, options)
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
-        dx = _named(_over_parts(jax.lax.psum, jnp.einsum(_equation("grv,dv->grd", options), dlogits, head), options))
+        dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
+        dx = _named(_over_parts(jax.lax.psum, dx, options))
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )

@@ -92,6 +92,7 @@ def pipeline_sums(
 def _manual_spec(leaf, names) -> P:
     """Returns how pipeline splits a parameter: blocks by stage, tables by vocabulary."""
     now = sharding.active()
+    assert now is not None, "the executor runs inside a step"
     stored = now.rules.stored(names, leaf.shape)
     return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
 
@@ -224,9 +225,7 @@ class _Stage:
         if self.backward and "gradient_hop" in run.some:
             carry = carry._replace(gradients_in=_put(carry.gradients_in, row.rg, arriving))
         if "head" in run.some:
-            carry = _when(
-                "head" in run.every, at.any_head, lambda c: self._score(c, y, row, at), carry
-            )
+            carry = _when("head" in run.every, at.any_head, lambda c: self._score(c, y, row, at), carry)
         return carry, y
 
     def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
@@ -254,9 +253,7 @@ class _Stage:
             chunk = self.chunk(row.b_chunk)
             (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, row.b_mb, row.b_chunk), chunk, x)
             dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
-            carry = carry._replace(
-                dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row)
-            )
+            carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
             carry = _when(
                 "embed_backward" in run.every, at.any_embed_backward, lambda c: self._embed_back(c, at), carry

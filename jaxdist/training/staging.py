@@ -1,48 +1,91 @@
-"""Views of the layer stack: flat [layers, ...] as models and checkpoints have it, or by stage.
+"""The layer stack cut up for a pipeline: its config, its schedule, and views of the stack.
 
-A pipeline holds its blocks as [chunks, stages, layers, ...]: place k = chunk * stages + stage has the
-layers k * layers and on, the last places filled up with layers of zeros. Row by row this is the flat
-order, so a view is a reshape.
+Models and checkpoints have their blocks flat, [layers, ...]. A pipeline holds them as [chunks,
+stages, layers, ...]: place k = chunk * stages + stage has the layers from k * layers on, the last
+places filled up with layers of zeros. Row by row this is the flat order, so a view is a reshape.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxdist import remat
+from jaxdist.pipeline.schedule import Program, ScheduleError, build_schedule, compile_schedule
+from jaxdist.remat import RematConfig
 from jaxdist.training.state import ModelSpec, Tree
 
 NAMES = ("chunks", "stages", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
-class Staging:
-    """How a model's layers lie on stages."""
+class PipelineConfig:
+    """How microbatches flow through the stages of mesh.pipeline."""
 
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
+    microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
+    chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
+    edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or whole on each
+    remat: str = "none"  # policy within a stage's own recomputation, as remat.policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """How a model's layers lie on stages, and what flows through them."""
+
+    config: PipelineConfig
     num_layers: int
     stages: int
-    chunks: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.config.microbatches or 4 * self.stages
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        places = self.stages * self.chunks
-        return (self.chunks, self.stages, -(-self.num_layers // places))
+        """[chunks, stages, layers of each]."""
+        places = self.stages * self.config.chunks
+        return (self.config.chunks, self.stages, -(-self.num_layers // places))
+
+    def program(self) -> Program:
+        """Returns the compiled schedule.
+
+        Raises:
+          ScheduleError: the sizes or the table of a file are not legal.
+        """
+        config = self.config
+        schedule = build_schedule(config.schedule, self.stages, self.microbatches, config.chunks)
+        return compile_schedule(schedule)
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the config for this model and mesh, each with its cure."""
+        config, places = self.config, self.stages * self.config.chunks
+        if config.chunks < 1 or config.microbatches < 0:
+            yield "pipeline.chunks must be >= 1, pipeline.microbatches >= 0 (0 = 4 x mesh.pipeline)"
+            return
+        if places > self.num_layers:
+            yield (
+                f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
+                f"{self.num_layers} layers; lower one of them to at most one place a layer"
+            )
+        for fault in remat.faults(RematConfig(config.remat)):
+            yield fault.replace("remat.policy", "pipeline.remat")
+        try:
+            self.program()
+        except ScheduleError as error:
+            yield from error.faults
 
     def staged(self, tree: Tree) -> Tree:
         """Returns a tree with its flat block leaves by stage."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: self._cut(x) if _in_blocks(path) and x.shape[:1] == (self.num_layers,) else x,
-            tree,
-        )
+        return _map_blocks(self._cut, tree, lambda dims: dims[:1] == (self.num_layers,))
 
     def flat(self, tree: Tree) -> Tree:
         """Returns a tree with its staged block leaves flat, padding left out."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: self._join(x) if _in_blocks(path) and x.shape[:3] == self.dims else x, tree
-        )
+        return _map_blocks(self._join, tree, lambda dims: dims[:3] == self.dims)
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec of the model with its blocks by stage."""
@@ -59,5 +102,11 @@ class Staging:
         return x.reshape(-1, *x.shape[3:])[: self.num_layers]
 
 
-def _in_blocks(path: tuple[Any, ...]) -> bool:
-    return any(getattr(entry, "key", None) == "blocks" for entry in path)
+def _map_blocks(function, tree: Tree, fits) -> Tree:
+    """Returns the tree with `function` applied to leaves below a key `blocks` whose dims fit."""
+
+    def leaf(path: tuple[Any, ...], x):
+        inside = any(getattr(entry, "key", None) == "blocks" for entry in path)
+        return function(x) if inside and fits(x.shape) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import sharding
 from jaxdist.models.staged import Batch
 from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer, state_specs
-from jaxdist.pipeline.schedule import build_schedule, compile_schedule
 from jaxdist.sharding import Rules
 from jaxdist.training.objective import build_objective, build_pipelined, sum_gradients
 from jaxdist.training.staging import Staging
@@ -23,17 +22,6 @@ from jaxdist.training.state import ModelSpec, State, Tree, fresh_arrays
 
 Metrics = dict[str, jax.Array]
 INIT, STEPS = 0, 1  # what the seed's first fold is for
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How microbatches flow through the stages of mesh.pipeline."""
-
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
-    microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
-    chunks: int = 1  # groups of layers per stage (virtual stages), interleaved only; >= 1
-    edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or on each whole
-    remat: str = "none"  # policy inside a stage's own recomputation, as remat.policy
 
 
 @dataclass(frozen=True)
@@ -46,8 +34,7 @@ class StepConfig:
     params: str = "float32"
     remat: str = "dots"
     ema_decay: float = 0.0
-    pipeline: PipelineConfig | None = None  # None: no pipeline
-    stages: int = 1
+    staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
 
 
 class OptState(NamedTuple):
@@ -68,7 +55,16 @@ class TrainStep(NamedTuple):
     evaluate: Any  # (State, Batch) -> (loss sum, count), deterministic
     abstract_state: State  # ShapeDtypeStructs with their shardings
     shardings: State
+    views: Views
     batch_shardings: Callable[[Mapping[str, Any]], dict[str, NamedSharding]]
+
+
+class Views(NamedTuple):
+    """The state as checkpoints have it, layers flat; without a pipeline the state itself."""
+
+    flat: Any  # State -> State
+    staged: Any  # flat State -> State
+    abstract: State  # flat, ShapeDtypeStructs with their shardings
 
 
 def build_train_step(
@@ -84,7 +80,7 @@ def build_train_step(
     Raises:
       ConfigError: a parameter's dim that its mesh axis does not divide.
     """
-    cut = _cut(spec, config)
+    cut = config.staging
     spec = cut.staged_spec(spec) if cut else spec
     sharding.place(spec.named_parameters(), rules)
     transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
@@ -92,8 +88,8 @@ def build_train_step(
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
     objective = build_objective(spec, compute=config.compute, remat=config.remat)
-    pipelined = _pipelined(spec, cut, config) if cut else None
-    scored = _pipelined(spec, cut, config, backward=False) if cut else None
+    pipelined = _pipelined(spec, config, backward=True)
+    scored = _pipelined(spec, config, backward=False) or objective
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         with sharding.activate(mesh, rules):
@@ -113,7 +109,7 @@ def build_train_step(
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with sharding.activate(mesh, rules):
             weights = state.trainable if state.ema is None else state.ema
-            loss = (scored or objective)(weights, state.model_state, batch, None)[1]
+            loss = scored(weights, state.model_state, batch, None)[1]
         return loss.sum, loss.count
 
     whole = NamedSharding(mesh, P())
@@ -128,25 +124,19 @@ def build_train_step(
         evaluate=jax.jit(evaluate),
         abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
         shardings=shardings,
+        views=_views(cut, abstract, shardings),
         batch_shardings=lambda batch: _batch_shardings(batch, mesh, rules),
     )
 
 
-def _cut(spec: ModelSpec, config: StepConfig) -> Staging | None:
-    """Returns how the layers lie on the stages of the pipeline; None without one."""
-    if config.pipeline is None or config.stages == 1:
+def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
+    """Returns the pipeline's gradient (or loss) function, or None without a pipeline."""
+    cut = config.staging
+    if cut is None:
         return None
-    depth = jax.tree.leaves(spec.trainable["blocks"])[0].shape[0]
-    return Staging(depth, config.stages, config.pipeline.chunks)
-
-
-def _pipelined(spec: ModelSpec, cut: Staging, config: StepConfig, *, backward: bool = True):
-    wanted = config.pipeline
-    assert wanted is not None
-    schedule = build_schedule(wanted.schedule, cut.stages, wanted.microbatches, cut.chunks)
     return build_pipelined(
-        spec, compile_schedule(schedule), cut.num_layers,
-        compute=config.compute, remat=wanted.remat, backward=backward,
+        spec, cut.program(), cut.num_layers,
+        compute=config.compute, remat=cut.config.remat, backward=backward,
     )  # fmt: skip
 
 
@@ -265,6 +255,26 @@ def _as_state(tree: Tree, names: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
     return jax.tree.unflatten(structure, out)
+
+
+def _views(cut: Staging | None, abstract: State, shardings: Any) -> Views:
+    if cut is None:
+        same = jax.tree.map(_with_sharding, abstract, shardings)
+        return Views(lambda state: state, lambda state: state, same)
+    shapes = jax.eval_shape(cut.flat, abstract)
+    whole_stages = cut.num_layers % cut.stages == 0
+
+    def flat_sharding(flat: jax.ShapeDtypeStruct, leaf: jax.ShapeDtypeStruct, where: NamedSharding):
+        if flat.shape == leaf.shape:
+            return where
+        return NamedSharding(where.mesh, P("pipeline" if whole_stages else None, *where.spec[3:]))
+
+    flat = jax.tree.map(flat_sharding, shapes, abstract, shardings)
+    return Views(
+        jax.jit(cut.flat, out_shardings=flat),
+        jax.jit(cut.staged, out_shardings=shardings, donate_argnums=0),
+        jax.tree.map(_with_sharding, shapes, flat),
+    )
 
 
 def _batch_shardings(batch: Mapping[str, Any], mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:

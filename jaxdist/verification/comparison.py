@@ -76,9 +76,7 @@ class Report:
         values = asdict(self) | {"passed": self.passed}
         values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
         for row in values["layouts"]:
-            row |= {
-                k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)
-            }
+            row |= {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         return values
 
 

@@ -101,9 +101,7 @@ def compile_layout(
     return programs
 
 
-def observe(
-    programs: Programs, precision: str, batch: Mapping[str, np.ndarray], seed: int
-) -> Observed:
+def observe(programs: Programs, precision: str, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
     """Returns what one step from the moved starting point shows."""
     built = programs.built[precision]
     state: State = programs.init[programs.params[precision]]()
@@ -181,21 +179,15 @@ def prove(
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
     reference = next(iter(expected.values()))
     excluded = sorted(rounding_alone(reference["float32"].gradients))
-    return Report(
-        _about(small, devices, reference), tuple(results), skipped, shrunk, tuple(excluded)
-    )
+    return Report(_about(small, devices, reference), tuple(results), skipped, shrunk, tuple(excluded))
 
 
-def _compare_all(
-    name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]
-) -> list[Result]:
+def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
     excluded = rounding_alone(expected["float32"].gradients)
     return [compare(name, p, found, expected[p], excluded) for p, found in seen.items()]
 
 
-def _about(
-    run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]
-) -> dict[str, Any]:
+def _about(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
     """Returns what the reference is, as JSON values."""
     return {
         "devices": 1,
@@ -230,7 +222,5 @@ def _variant(layout: Layout) -> tuple[tuple[str, Any], ...]:
     return tuple((p, v) for p, v in layout.overrides.items() if p.startswith("model."))
 
 
-def _observe_all(
-    programs: Programs, batch: Mapping[str, np.ndarray], seed: int
-) -> dict[str, Observed]:
+def _observe_all(programs: Programs, batch: Mapping[str, np.ndarray], seed: int) -> dict[str, Observed]:
     return {precision: observe(programs, precision, batch, seed) for precision in programs.built}

@@ -118,10 +118,7 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
     """Returns the layouts of so many devices that are proved, the config's own last."""
     n = num_devices
     found = [Layout(f"data {n}", {"mesh.data": n}), Layout(f"fsdp {n}", {"mesh.fsdp": n})]
-    found += [
-        Layout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage})
-        for stage in range(3)
-    ]
+    found += [Layout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage}) for stage in range(3)]
     accumulate = {"mesh.fsdp": n, "batch.accumulation": ACCUMULATION}
     found.append(Layout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
     if n % 2 == 0 and n > 2:
@@ -138,9 +135,7 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
         sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
         found.append(Layout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
     grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
-    found.append(
-        Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped)
-    )
+    found.append(Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
     return found + _own(run, n, found)
 
 
@@ -193,9 +188,7 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
         cut = rng.integers(1, length - 1, (size, 1))
         end = rng.integers(cut + 1, length)
         place = batch["positions"]
-        batch["segment_ids"] = np.where(place < cut, 1, np.where(place < end, 2, 0)).astype(
-            np.int32
-        )
+        batch["segment_ids"] = np.where(place < cut, 1, np.where(place < end, 2, 0)).astype(np.int32)
         batch["weights"] = np.where(place < end, weights, 0)
         batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
     return batch

@@ -1,0 +1,105 @@
+"""The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from ml_collections import ConfigDict
+
+from jaxdist import config as configs
+from jaxdist.config import ConfigError
+from jaxdist.models import registry
+from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, RunConfig]:
+    """Returns a command's own flags and the RunConfig of `--config NAME --config.a.b=value ...`.
+
+    With `--config` and `--help`, lists every field with type, default and meaning.
+
+    Raises:
+      ConfigError: everything wrong with the config, at once.
+    """
+    parser.add_argument("--config", help="packaged name or path, with optional :argument")
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    overrides, rest, faults = _take_overrides(argv)
+    asks_help = "--help" in rest or "-h" in rest
+    flags, unknown = _own_flags(parser, [a for a in rest if a not in ("--help", "-h")])
+    if asks_help:
+        parser.print_help()
+    if flags.config is None:
+        if asks_help:
+            raise SystemExit(0)
+        raise ConfigError("--config is missing: name one, e.g. --config quickstart")
+    config = _retarget(configs.load(flags.config, folders=configs.packaged_folders()), overrides)
+    schema = full_schema(_target(config))
+    if asks_help:
+        print("\n" + configs.help_text(config, schema))
+        raise SystemExit(0)
+    try:
+        configs.apply_overrides(config, overrides, schema)
+    except ConfigError as error:
+        faults += error.faults
+    if faults or unknown:
+        raise ConfigError(unknown + faults)
+    return flags, from_config(config)
+
+
+def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns the --config.a.b=value overrides (or --config.a.b value), the rest, and faults."""
+    overrides, rest, faults = {}, [], []
+    items = deque(argv)
+    while items:
+        if not (item := items.popleft()).startswith("--config."):
+            rest.append(item)
+            continue
+        path, equals, value = item.removeprefix("--config.").partition("=")
+        if equals:
+            overrides[path] = value
+        elif items and not items[0].startswith("--"):
+            overrides[path] = items.popleft()
+        else:
+            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
+    return overrides, rest, faults
+
+
+def _own_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns a command's own flags, and a fault for each argument that is none."""
+    parser.exit_on_error = False  # its exit code would be 2
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; --help lists the flags") from None
+    names = ["--" + name.replace("_", "-") for name in vars(flags)]
+    return flags, [
+        f"{item}: no such flag;{configs.suggest(item.partition('=')[0], names)} --help lists them"
+        for item in unknown
+    ]
+
+
+def _target(config: ConfigDict) -> str:
+    return configs.flatten(config).get("model.target", registry.DEFAULT_TARGET)
+
+
+def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
+    """Returns the config with the model's fields of an overridden target, which is read first."""
+    target = overrides.get("model.target", _target(config))
+    if target != _target(config):
+        with config.unlocked():
+            config.model = model_defaults(target)
+    return config
+
+
+def main_with_config_errors(main: Callable[[], int]) -> None:
+    """Runs a command's main and exits: with its code, or 78 and one line per fault."""
+    try:
+        raise SystemExit(main())
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        raise SystemExit(configs.EXIT_CONFIG) from None
