@@ -2,8 +2,10 @@
 
     python -m jaxdist.train --config llama3_70b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config llama3_70b:tiny    # the same family in a CPU minute
+    python -m jaxdist.train --config llama3_70b:pipeline --config.data.path='tokens/*.bin'
 
-The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
+`:pipeline` holds 20 layers on each of four stages, in five chunks of four, for devices that are too
+many or too far apart for fsdp alone: 4 x fsdp 32, or with --config.mesh.tensor=8 up to 1024. The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
 """
 
 from jaxdist.recipe import default_config, sized
@@ -31,4 +33,9 @@ def get_config(size=None):
     optimizer.warmup_steps = 2000
 
     config.checkpoint.every_steps = 1000
+    if size == "pipeline":
+        config.mesh.pipeline = 4
+        config.pipeline.schedule, config.pipeline.chunks = "interleaved", 5
+        config.pipeline.microbatches = 16  # bubble 3 / 83
+        return config
     return sized(config, size)

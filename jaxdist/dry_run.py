@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import hardware, recipe
+from jaxdist import hardware, recipe, stages
 from jaxdist.config import ConfigError
 from jaxdist.mesh import AXES, MeshConfig, build_mesh
 from jaxdist.recipe import RunConfig
@@ -31,6 +31,8 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
     say(f"parameters: {spec.parameter_count:,}")
     say(recipe.batch_arithmetic(run, shape))
+    for line in stages.lines(run, spec, rules):
+        say(line)
     for fault in run.data.faults():
         say(f"data, before training: {fault}")
     say("\n" + explain(recipe.placements(run, spec, rules)))

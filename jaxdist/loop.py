@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist import extras, recipe, workdir
+from jaxdist import extras, recipe, stages, workdir
 from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.data import Dataset, open_dataset
@@ -71,26 +71,27 @@ def run(
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         if lead:
-            workdir.write_json(
-                folder / workdir.RUN, workdir.describe_run(config, spec, rules, devices, dataset)
-            )
+            about = workdir.describe_run(config, spec, rules, devices, dataset)
+            workdir.write_json(folder / workdir.RUN, about | stages.describe(config, spec, rules))
         say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); ", end="")
         say(f"{spec.parameter_count:,} parameters")
         say(recipe.batch_arithmetic(config, shape))
+        for line in stages.lines(config, spec, rules):
+            say(line)
         mesh = build_mesh(config.mesh, devices)
         built = recipe.build_step(config, spec, mesh, rules)
         generate = None
         if hasattr(config.model_class, "decode"):
             generate = build_generator(spec, mesh, rules, compute=config.precision.compute)
         with store:
-            state, step, progress = _begin(config, built, dataset, store)
+            state, progress = _begin(config, built, dataset, store)
             speed = workdir.throughput(config, spec, devices)
             with (
                 contextlib.closing(_writers(config, folder, progress, lead)) as writer,
                 _display(config, progress, title, lead) as display,
             ):
                 session = Session(
-                    config, folder, built, step, dataset, store, writer, display, speed, progress,
+                    config, folder, built, dataset, store, writer, display, speed, progress,
                     generate,
                 )  # fmt: skip
                 return session.train(state)
@@ -118,8 +119,8 @@ def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> D
 
 def _begin(
     config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointStore
-) -> tuple[State, Any, Progress]:
-    """Returns the first state, the compiled step, and the progress so far.
+) -> tuple[State, Progress]:
+    """Returns the first state and the progress so far; the step is compiled by then.
 
     The step compiles in one thread and the checkpoint library is imported in another, while the
     state is made or read here: a start takes the longest of the three, not their sum.
@@ -128,16 +129,23 @@ def _begin(
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
         if store.latest() is None:
-            return built.init(), compiled.result(), Progress()
-        library.result()
-        restored = store.restore(built.views.abstract)
-        progress = Progress(**restored.metadata["progress"])
-        return built.views.staged(restored.state), compiled.result(), progress
+            state, progress = built.init(), Progress()
+        else:
+            library.result()
+            restored = store.restore(built.views.abstract)
+            state = built.views.staged(restored.state)
+            progress = Progress(**restored.metadata["progress"])
+        compiled.result()
+        return state, progress
 
 
-def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> Any:
-    """Returns the train step, compiled for the dataset's batches."""
-    return built.step.lower(built.abstract_state, abstract_batch(config, built, dataset)).compile()
+def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
+    """Compiles the train step for the dataset's batches.
+
+    The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
+    object itself costs the host a fifth more at every step.)
+    """
+    built.step.lower(built.abstract_state, abstract_batch(config, built, dataset)).compile()
 
 
 def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
@@ -168,7 +176,6 @@ class Session:
         config: RunConfig,
         folder: Path,
         built: TrainStep,
-        step: Any,
         dataset: Dataset,
         store: CheckpointStore,
         writer: Writers,
@@ -177,7 +184,7 @@ class Session:
         progress: Progress,
         generate: Generate | None,  # None: the model cannot
     ):
-        self.config, self.folder, self.built, self.step = config, folder, built, step
+        self.config, self.folder, self.built = config, folder, built
         self.dataset, self.store, self.writer, self.display = dataset, store, writer, display
         self.speed, self.progress, self.generate = speed, progress, generate
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
@@ -195,7 +202,7 @@ class Session:
         with contextlib.closing(profile), loader:
             self.window.began = time.monotonic()
             for number in range(first, last + 1):
-                state, metrics = self.step(state, next(loader))
+                state, metrics = self.built.step(state, next(loader))
                 self.waiting.append((number, metrics))
                 if len(self.waiting) > 1:
                     self._look(loader)

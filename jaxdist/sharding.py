@@ -203,6 +203,12 @@ class Active:
         where = spec if self.in_stage else NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, where)
 
+    def manual_region(self) -> dict[str, Any]:
+        """Returns the arguments of `shard_map` for a region that is manual over all that is not yet."""
+        if not self.in_stage:
+            return {"mesh": self.mesh}
+        return {"axis_names": set(self.mesh.axis_names) - {"pipeline"}}
+
 
 _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active", default=None)
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -41,12 +43,21 @@ LARGE_LAYOUTS = (
     MeshConfig(data=1, fsdp=8, zero=2),
     MeshConfig(data=1, fsdp=8, tensor=48),  # refused
 )
+# Variants with stages, as `name:argument`.
+STAGED = {
+    "llama3_70b:pipeline": (
+        MeshConfig(pipeline=4, data=1, fsdp=32),
+        MeshConfig(pipeline=4, data=1, fsdp=32, tensor=8),
+        MeshConfig(pipeline=3, data=1, fsdp=16),  # 80 layers in 15 places: padded
+    )
+}
 
 
 @cache
 def texts() -> dict[str, str]:
     """Returns `{file below tests/golden: what it should hold}`."""
-    tables = {f"sharding/{name}.txt": sharding_text(name) for name in CONFIGS}
+    layouts = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
+    tables = {f"sharding/{n.replace(':', '_')}.txt": sharding_text(n, x) for n, x in layouts.items()}
     return {"config_keys.txt": config_keys_text(), **tables}
 
 
@@ -60,20 +71,26 @@ def config_keys_text() -> str:
 
 
 @cache
+def run_of(name: str) -> recipe.RunConfig:
+    """Returns a shipped config."""
+    return recipe.from_config(config.load(name, folders=[ROOT / "configs"]))
+
+
+@cache
 def spec_of(name: str) -> ModelSpec:
     """Returns the model of a shipped config, without its arrays."""
-    run = recipe.from_config(config.load(name, folders=[ROOT / "configs"]))
+    run = run_of(name)
     return describe(registry.build_function(run.model_class, run.model_options))
 
 
-def sharding_text(name: str) -> str:
+def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
     """Returns the sharding tables of a shipped config, a layout each."""
-    layouts = SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS
-    parameters, parts = spec_of(name).named_parameters(), []
+    spec, parts = spec_of(name), []
     for mesh in layouts:
-        shape = resolve_mesh(mesh, mesh.data * mesh.fsdp * mesh.tensor)
+        shape = resolve_mesh(mesh, mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor)
+        run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
-            table = sharding.explain(sharding.place(parameters, sharding.build_rules(mesh, shape)))
+            table = sharding.explain(recipe.placements(run, spec, sharding.build_rules(mesh, shape)))
         except config.ConfigError as error:
             table = "refused\n" + str(error)
         parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "jaxdist"
 FLOORS = {
     7: "__main__ train plan verify launch convert generate evaluate report doctor checkpoint.__main__",
     6: "loop dry_run planner verification inference",
-    5: "recipe workdir command_line",
+    5: "recipe workdir command_line stages",
     4: "interop checkpoint resilience telemetry",
     3: "training pipeline.executor decoding evaluation",
     2: "models ops adapters optimizers data",
@@ -34,6 +34,8 @@ config > annotations
 sharding > mesh
 workdir > recipe
 command_line > recipe
+stages > recipe
+stages > workdir
 models > ops
 adapters > models
 training > pipeline.executor

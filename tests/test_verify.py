@@ -82,6 +82,9 @@ def test_the_matrix_of_layouts():
         "tensor 2 x fsdp 4, sequence parallel",
         "2 slices x fsdp 4",
         "data 2 x fsdp 2 x tensor 2",
+        "pipeline 2 x data 4",
+        "pipeline 4 x data 2, 2 chunks",
+        "pipeline 2 x fsdp 2 x tensor 2",
         "tensor 8, 4 kv heads",
     ]  # fmt: skip
     own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
@@ -89,6 +92,21 @@ def test_the_matrix_of_layouts():
     assert last.name == "the config's own: data 2 x tensor 4, accumulation 2"
     assert last.overrides["batch.accumulation"] == 2
     assert [layout.name for layout in subject.layouts_for(quickstart(), 2)][-1] == ("tensor 2, 4 kv heads")
+
+
+def test_the_config_s_own_pipeline_is_proved_small():
+    own = {"mesh.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 3}
+    last = subject.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8)[-1]
+    assert last.name == "the config's own: data 2 x pipeline 4, schedule interleaved, chunks 3"
+    assert last.overrides["model.num_layers"] == 12 and last.overrides["pipeline.microbatches"] == 4
+    unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})  # without stages it says nothing
+    assert subject.layouts_for(unused, 8)[-1].name == "tensor 8, 4 kv heads"
+
+
+def test_a_model_without_stages_has_no_pipeline_layouts():
+    run = recipe.from_config(recipe.default_config(f"{TARGET}Bigram"))
+    names = [layout.name for layout in subject.layouts_for(run, 8)]
+    assert names[-1] == "tensor 8" and not any("pipeline" in name for name in names)
 
 
 def test_the_batch_is_unequal_and_the_same_each_time():
@@ -172,6 +190,16 @@ def test_the_command_finds_layouts_equal(capsys):
         assert found["param_error"] <= bands.parameter
     assert report["reference"]["loss"]["float32"] > 1 and "d_model" in report["shrunk"][0]
     assert "tensor 2 x fsdp 4" in err  # progress goes beside the JSON
+
+
+def test_stages_are_compared_layer_by_layer():
+    """Staged parameters, moments and gradients come back flat; a stage too many would show."""
+    run = quickstart(**{"optimizer.name": "sgd"})
+    report = proof.prove(
+        run, jax.devices()[:2], precisions=["float32"], only="pipeline", log=lambda line: None
+    )  # fmt: skip
+    (result,) = report.layouts
+    assert result.layout == "pipeline 2 x data 1" and result.passed and result.grad_error > 0
 
 
 def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
@@ -262,4 +290,4 @@ QWEN2 = {
 @pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
 def test_the_whole_matrix(changes):
     report = proof.prove(quickstart(**changes), jax.devices())
-    assert report.passed and len(report.layouts) == 22 and not report.skipped
+    assert report.passed and len(report.layouts) == 28 and not report.skipped

@@ -162,7 +162,7 @@ def _per_device(
     kv_spec = now.rules.activation(("batch", None, "kv_heads", None), k_BSKN.shape)
     mapped = jax.shard_map(
         kernel,
-        mesh=now.mesh,
+        **now.manual_region(),
         in_specs=(q_spec, kv_spec, kv_spec, P(q_spec[0], None)),
         out_specs=q_spec,
         check_vma=False,  # Pallas and cuDNN calls do not say over which axes their results vary

@@ -249,7 +249,8 @@ class _Stage:
 
     def _going_back(self, run: Run, carry: Carry, row, at) -> Carry:
         if "backward" in run.some:
-            x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
+            dy = carry.gradients_in[row.b_g]
+            x = carry.inputs[self._once_there(dy, row.b_x)]
             chunk = self.chunk(row.b_chunk)
             (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, row.b_mb, row.b_chunk), chunk, x)
             dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
@@ -259,6 +260,13 @@ class _Stage:
                 "embed_backward" in run.every, at.any_embed_backward, lambda c: self._embed_back(c, at), carry
             )
         return carry
+
+    def _once_there(self, dy: jax.Array, slot) -> jax.Array:
+        """Returns the slot, but known only after dy is (no NaN is lost: dx and dw have dy's).
+
+        Else XLA's CPU backend recomputes B's activations while F and H still hold theirs.
+        """
+        return jnp.where(jnp.isnan(dy[0, 0, 0]), self.pipeline.program.num_inputs, slot)
 
     def _embed_back(self, carry: Carry, at) -> Carry:
         """EB: all stages take the first stage's dx into their part of the table."""

@@ -40,10 +40,11 @@ def render(runs: Sequence[Run]) -> str:
     """Returns the page of one or two runs as a single HTML document."""
     title = escape(" vs ".join(run.name for run in runs))
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
-        f"{_tiles(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Sharding', _sharding)}"
+        f"{_tiles(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
         f"{_each(runs, 'Generated sample', _sample)}"
     )
@@ -208,6 +209,15 @@ def _sharding(run: Run) -> str:
     return _table(head, [[_brief(row.get(key, "")) for key in head] for row in rows])
 
 
+def _pipeline(run: Run) -> str:
+    """Returns run.json's timeline as an image: whatever it holds, in there no script can run."""
+    drawing = run.info.get("timeline_svg")
+    if not isinstance(drawing, str):
+        return ""
+    data = base64.b64encode(drawing.encode(errors="replace")).decode()
+    return f'<div class="card scroll"><img alt="timeline" src="data:image/svg+xml;base64,{data}"></div>'
+
+
 def _ops(run: Run) -> str:
     rows = [
         [op["op"], f"{100 * op['share']:.1f} %", f"{1e3 * op['seconds']:.3f}", _brief(op["count"])]
@@ -233,7 +243,9 @@ def _config(runs: Sequence[Run]) -> str:
 
 
 def _info(runs: Sequence[Run]) -> str:
-    infos = [{key: run.info[key] for key in run.info if key != "sharding"} for run in runs]
+    infos = [
+        {key: run.info[key] for key in run.info if key not in ("sharding", "timeline_svg")} for run in runs
+    ]
     rows = _side_by_side([config.flatten(info) for info in infos])
     return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))
 

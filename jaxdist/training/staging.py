@@ -59,7 +59,7 @@ class Staging:
         """
         config = self.config
         schedule = build_schedule(config.schedule, self.stages, self.microbatches, config.chunks)
-        return compile_schedule(schedule)
+        return compile_schedule(schedule, max_runs=3)
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the config for this model and mesh, each with its cure."""

@@ -104,16 +104,20 @@ def compile_layout(
 def observe(programs: Programs, precision: str, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
     """Returns what one step from the moved starting point shows."""
     built = programs.built[precision]
-    state: State = programs.init[programs.params[precision]]()
-    initial = jax.device_get(state.trainable)
+    fresh: State = programs.init[programs.params[precision]]()
+    flat = built.views.flat(fresh)  # as checkpoints have it: stages and padding are a layout's own
+    initial = jax.device_get(flat.trainable)
     start = moved_parameters(initial, seed)
-    moments = moved_moments(jax.device_get(state.opt_state.optimizer), seed)
-    state = state._replace(trainable=start, opt_state=state.opt_state._replace(optimizer=moments))
-    state = jax.device_put(state, built.shardings)
+    moments = moved_moments(jax.device_get(flat.opt_state.optimizer), seed)
+    flat = flat._replace(trainable=start, opt_state=flat.opt_state._replace(optimizer=moments))
+    where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
+    state = built.views.staged(jax.device_put(flat, where))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
     after, metrics, gradients = programs.inspect[precision](state, inputs)
     loss = float(metrics["loss"])
-    return Observed(loss, _host(gradients), _host(start), _host(after.trainable), initial)
+    summed = built.views.flat(after._replace(trainable=gradients)).trainable
+    after = built.views.flat(after).trainable
+    return Observed(loss, _host(summed), _host(start), _host(after), initial)
 
 
 def _host(tree: Any) -> Arrays:

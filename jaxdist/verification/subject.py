@@ -18,6 +18,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig
 from jaxdist.mesh import AXES
 from jaxdist.recipe import RunConfig
+from jaxdist.training.staging import PipelineConfig
 
 JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with
@@ -28,6 +29,7 @@ ONE_DEVICE = (
     {f"mesh.{axis}": 1 for axis in AXES}
     | {f"mesh.dcn.{axis}": 1 for axis in AXES}
     | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
+    | {f"pipeline.{field.name}": field.default for field in dataclasses.fields(PipelineConfig)}
 )
 
 
@@ -134,9 +136,25 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
     if n % 4 == 0 and n > 4:
         sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
         found.append(Layout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
+    if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
+        found += _pipelines(n)
     grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
     found.append(Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
     return found + _own(run, n, found)
+
+
+def _pipelines(num_devices: int) -> list[Layout]:
+    """Returns layouts with stages: plain, interleaved with a layer a place, beside fsdp and tensor."""
+    n, found = num_devices, []
+    if n % 2 == 0:
+        found.append(Layout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
+    if n % 4 == 0:
+        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8}
+        sizes = {"mesh.pipeline": 4, "mesh.data": n // 4}
+        found.append(Layout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
+        sizes = {"mesh.pipeline": 2, "mesh.fsdp": n // 4, "mesh.tensor": 2}
+        found.append(Layout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
+    return found
 
 
 def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Layout]:
@@ -147,15 +165,30 @@ def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Lay
     known = math.prod(own[f"mesh.{axis}"] for axis in AXES if own[f"mesh.{axis}"] > 0)
     own |= {p: num_devices // known for p in ONE_DEVICE if p in _SIZE_PATHS and own[p] == -1}
     own |= {p: 1 for p in ONE_DEVICE if p.startswith("mesh.dcn.") and own[p] == -1}
+    own |= _own_pipeline(run, own)
     full = [ONE_DEVICE | dict(layout.overrides) for layout in others]
-    if any(all(other[path] == own[path] for path in own) for other in full):
+    if any(all(other.get(path) == own[path] for path in own) for other in full):
         return []
     sizes = " x ".join(f"{axis} {own[f'mesh.{axis}']}" for axis in AXES if own[f"mesh.{axis}"] > 1)
     rest = [f"{name} {own[p]}" for name, p in _REST.items() if own[p] != ONE_DEVICE[p]]
     return [Layout("the config's own: " + ", ".join([sizes or "one device", *rest]), own)]
 
 
+def _own_pipeline(run: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the config's pipeline is at tiny sizes: a microbatch a stage, a layer a place."""
+    stages, chunks = own["mesh.pipeline"], own["pipeline.chunks"]
+    if stages == 1:
+        return {path: value for path, value in ONE_DEVICE.items() if path.startswith("pipeline.")}
+    from_file = own["pipeline.schedule"].endswith(".json")
+    microbatches = own["pipeline.microbatches"] if from_file else stages
+    layers = {"model.num_layers": stages * chunks} if "num_layers" in run.model else {}
+    return {"pipeline.microbatches": microbatches} | layers
+
+
 _REST = {
+    "schedule": "pipeline.schedule",
+    "chunks": "pipeline.chunks",
+    "edges": "pipeline.edges",
     "zero": "mesh.zero",
     "sequence parallel": "mesh.sequence_parallel",
     "accumulation": "batch.accumulation",

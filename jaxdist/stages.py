@@ -1,0 +1,126 @@
+"""What a pipeline's stages will do: ticks, bubble, shares of the work, and what would be better.
+
+All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+
+from jaxdist.pipeline.schedule import (
+    Balance,
+    Costs,
+    Schedule,
+    Simulation,
+    balance,
+    build_schedule,
+    draw_svg,
+    microbatch_options,
+    simulate,
+)
+from jaxdist.recipe import RunConfig, staging, text_batch
+from jaxdist.sharding import Rules, axes_in
+from jaxdist.telemetry.flops import jaxpr_flops
+from jaxdist.training.state import ModelSpec
+from jaxdist.workdir import model_flops
+
+RECOMPUTED = {"full": 2}  # forwards that a backward does again, by pipeline.remat; others: 1
+MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
+Edges = Literal["sharded", "replicated"]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run's pipeline; costs are FLOPs per token of a microbatch."""
+
+    name: str  # pipeline.schedule
+    schedule: Schedule
+    costs: Costs
+    simulation: Simulation
+    balance: Balance
+
+
+def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
+    """Returns what the schedule comes to for a validated run; None without a pipeline.
+
+    A backward is two forwards and those that it recomputes; the head's own is not recomputed.
+    Norms, softmax, lookups and the optimizer are left out, attention counts causally.
+    """
+    cut = staging(run, spec, rules.shape)
+    if cut is None:
+        return None
+    layer, head = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))  # of a token
+    placed = {name: rules.stored(names, x.shape) for name, (x, names) in spec.named_parameters().items()}
+    split = any("pipeline" in axes_in(entry) for where in placed.values() for entry in where)
+    edges: Edges = "sharded" if split else "replicated"
+    config = cut.config
+    even = balance(
+        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head, edges=edges
+    )
+    again = RECOMPUTED.get(config.remat, 1)
+    chunks = [[n * layer for n in even.cut[s :: cut.stages]] for s in range(cut.stages)]
+    back = [[(2 + again) * cost for cost in row] for row in chunks]
+    costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)
+    schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
+    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), even)
+
+
+def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
+    """Returns FLOPs per token of a layer, and of the embedding and head together."""
+    whole, batch = model_flops(run, spec)["causal"], text_batch(run, 1)
+
+    def edges(trainable, model_state, batch):
+        model = spec.assemble(trainable, model_state)
+        return model.head(model.embed(batch), batch)
+
+    counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, batch))
+    outside = 3 * counted.total / run.batch.sequence_length
+    return (whole - outside) / num_layers, outside
+
+
+def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
+    """Yields what a person should know about the pipeline; nothing without one."""
+    found = outlook(run, spec, rules)
+    if found is None:
+        return
+    result, plan = found.simulation, found.schedule
+    chunks = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
+    each = run.batch.global_size // (run.batch.accumulation * rules.shape.batch_shards)
+    yield (
+        f"pipeline: {found.name}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
+        f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
+        f"{max(result.live_inputs)} inputs of {each // plan.microbatches} sequences a device"
+    )
+    shares = ", ".join(f"{share:.1%}" for share in found.balance.shares)
+    yield f"  FLOPs by stage: {shares}; layers by place: {', '.join(map(str, found.balance.cut))}"
+    if warning := found.balance.warning():
+        yield f"  warning: {warning}"
+    if found.costs.edges == "replicated":
+        shared = simulate(plan, replace(found.costs, edges="sharded")).time
+        yield (
+            f"  pipeline.edges=replicated: every stage does the whole embedding and head, which "
+            f"lengthens the step by {result.time / shared - 1:.1%}"
+        )
+    for option in microbatch_options(
+        plan.stages, plan.microbatches, plan.chunks,
+        choices=[n for n in range(1, each + 1) if each % n == 0], layers=sum(found.balance.cut),
+    ):  # fmt: skip
+        yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
+
+
+def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
+    """Returns what run.json says of the pipeline, its timeline included; {} without one."""
+    found = outlook(run, spec, rules)
+    if found is None:
+        return {}
+    result, plan = found.simulation, found.schedule
+    sizes = {"stages": plan.stages, "microbatches": plan.microbatches, "chunks": plan.chunks}
+    counts = {"ticks": result.ticks, "bubble": result.bubble, "live_inputs": max(result.live_inputs)}
+    about: dict[str, Any] = {"pipeline": {"schedule": found.name} | sizes | counts}
+    if (plan.table >= 0).sum() <= MOST_DRAWN:
+        about["timeline_svg"] = draw_svg(plan, found.costs, width=1160)
+    return about

@@ -1,0 +1,235 @@
+"""The pipeline equals one device: loss, gradients, update and evaluation of every schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from models_for_tests import FAST_COMPILE, TINY, batch_of, spec_of, worst
+
+from jaxdist import mesh as meshes
+from jaxdist import sharding
+from jaxdist.models.transformer import TransformerConfig
+from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.pipeline import schedule as schedules
+from jaxdist.training.staging import PipelineConfig, Staging
+from jaxdist.training.step import StepConfig, TrainStep, build_train_step
+
+# Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal weights.
+MODEL = replace(TINY, num_layers=8, num_kv_heads=2, z_loss=1e-4)
+SEVEN = replace(MODEL, num_layers=7)
+TIED = {"tie_embeddings": True}
+OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
+BATCH, LENGTH = 16, 16
+
+
+class Case(NamedTuple):
+    """A pipeline on a mesh, and what flows through it."""
+
+    stages: int = 2
+    microbatches: int = 4
+    chunks: int = 1
+    schedule: str = "1f1b"
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: int = 3
+    accumulation: int = 1
+    edges: Any = "sharded"
+    remat: str = "none"
+    compute: str = "float32"
+    model: TransformerConfig = MODEL
+    packed: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.stages * self.data * self.fsdp * self.tensor
+
+    @property
+    def config(self) -> PipelineConfig:
+        return PipelineConfig(self.schedule, self.microbatches, self.chunks, self.edges, self.remat)
+
+    @property
+    def staging(self) -> Staging | None:
+        return Staging(self.config, self.model.num_layers, self.stages) if self.stages > 1 else None
+
+
+class Result(NamedTuple):
+    """What one step gave, as numpy arrays with flat layers."""
+
+    loss: float
+    z_loss: float
+    gradients: Any
+    trainable: Any
+    evaluated: tuple[float, float]
+
+
+def build(case: Case, optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
+    config = meshes.MeshConfig(
+        pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
+    )
+    mesh = meshes.build_mesh(config, jax.devices()[: case.devices])
+    rules = sharding.build_rules(
+        config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
+    )
+    step = StepConfig(accumulation=case.accumulation, compute=case.compute, staging=case.staging)
+    rate = build_schedule(optimizer, 1000, BATCH)
+    return build_train_step(spec_of(case.model), optimizer, rate, mesh, rules, step)
+
+
+def batch_for(case: Case) -> dict[str, Any]:
+    batch = batch_of(case.model, BATCH, LENGTH)
+    if case.packed:  # two documents a row, cut at another place in each, and padding in one
+        cut = np.arange(BATCH)[:, None] % (LENGTH - 4) + 2
+        row = np.arange(LENGTH)[None, :]
+        second = row >= cut
+        batch["segment_ids"] = (1 + second).astype(np.int32)
+        batch["positions"] = np.where(second, row - cut, row).astype(np.int32)
+        batch["segment_ids"][3, 12:], batch["weights"][3, 12:] = 0, 0
+    return batch
+
+
+def one_device(case: Case) -> Case:
+    return Case(stages=1, model=case.model, packed=case.packed, compute=case.compute)
+
+
+@lru_cache
+def fresh_state(model: TransformerConfig):
+    """Returns the state on one device before the first step, as numpy arrays."""
+    built = build(Case(stages=1, model=model))
+    return jax.device_get(built.init.lower().compile(FAST_COMPILE)())
+
+
+def run(case: Case) -> Result:
+    """Returns what a step from the same fresh state does; checks the gradients' shardings."""
+    built, cut = build(case), case.staging
+    state = fresh_state(case.model)
+    state = jax.device_put(cut.staged(state) if cut else state, built.shardings)
+    batch = batch_for(case)
+    batch = jax.device_put(batch, built.batch_shardings(batch))
+    evaluated = built.evaluate.lower(state, batch).compile(FAST_COMPILE)(state, batch)
+    inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
+    after, metrics, gradients = inspect(state, batch)
+    if case.zero == 3:
+        where = [(g.sharding, p.sharding, g.ndim) for g, p in _pairs(gradients, after.trainable)]
+        assert all(one.is_equivalent_to(other, ndim) for one, other, ndim in where)
+    gradients, trainable = (cut.flat(t) if cut else t for t in (gradients, after.trainable))
+    return Result(
+        *(float(metrics[name]) for name in ("loss", "aux/z_loss")),
+        jax.device_get(gradients), jax.device_get(trainable), tuple(map(float, evaluated)),
+    )  # fmt: skip
+
+
+def _pairs(one, other):
+    return zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+
+
+reference = lru_cache(run)
+
+
+def moved(one, other) -> float:
+    """Returns max over leaves of |difference| / |reference|, Euclidean."""
+    return max(
+        float(np.linalg.norm((a - np.float64(b)).ravel()) / np.linalg.norm(np.float64(b).ravel()))
+        for a, b in _pairs(one, other)
+    )
+
+
+class Errors(NamedTuple):
+    """How far a pipeline is from one device, relative."""
+
+    loss: float
+    evaluation: float
+    gradient: float
+    parameter: float
+
+
+def errors(case: Case) -> Errors:
+    found, wanted = run(case), reference(one_device(case))
+    assert wanted.z_loss > 0 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients))
+    assert moved(wanted.trainable, fresh_state(case.model).trainable) > 1e-3  # the step does something
+    assert found.evaluated[1] == wanted.evaluated[1] > 0
+    return Errors(
+        max(abs(found.loss / wanted.loss - 1), abs(found.z_loss / wanted.z_loss - 1)),
+        abs(found.evaluated[0] / wanted.evaluated[0] - 1),
+        worst(found.gradients, wanted.gradients),
+        moved(found.trainable, wanted.trainable),
+    )
+
+
+FLOAT32, BFLOAT16 = Errors(1e-6, 1e-6, 1e-5, 1e-6), Errors(1e-3, 1e-3, 2e-2, 1e-3)
+
+
+def check(case: Case) -> None:
+    assert case.devices <= len(jax.devices())
+    bands = BFLOAT16 if case.compute == "bfloat16" else FLOAT32
+    found = errors(case)
+    print(f"\n{found}")
+    assert all(error <= band for error, band in zip(found, bands, strict=True)), found
+
+
+# The default suite: every mechanism at least once.
+FEW = {
+    "two stages": Case(),
+    "interleaved": Case(4, 4, 2, "interleaved"),
+    "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
+    "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
+    "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
+    "accumulation": Case(2, 2, accumulation=2),
+}
+
+MANY = {
+    f"{p} stages, {m} microbatches, {v} chunks": Case(p, m, v, "interleaved" if v > 1 else "1f1b")
+    for p in (2, 4)
+    for m in (4, 8, 16)
+    for v in (1, 2)
+} | {
+    "interleaved, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2),
+    "tied, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, model=replace(MODEL, **TIED)),
+    "data": Case(4, 8, data=2),
+    "zero 1": Case(2, 4, fsdp=2, zero=1),
+    "zero 2": Case(2, 4, fsdp=2, zero=2),
+    "zero 3": Case(4, 4, fsdp=2, zero=3),
+    "seven layers": Case(4, 8, model=SEVEN),
+    "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
+    "tied": Case(4, 4, model=replace(MODEL, **TIED)),
+    "learned positions, biases": Case(
+        4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH, bias="all", norm="layer")
+    ),
+    "dropout": Case(4, 8, model=replace(MODEL, dropout=0.1)),
+    "dropout, data, accumulation": Case(
+        2, 2, 2, "interleaved", data=2, accumulation=2, model=replace(MODEL, dropout=0.1)
+    ),
+    "packed": Case(4, 8, packed=True),
+    "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
+    "replicated edges": Case(4, 4, edges="replicated"),
+    "replicated edges, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, edges="replicated"),
+    "gpipe": Case(4, 8, schedule="gpipe"),
+    "rematerialised layers": Case(2, 4, remat="full"),
+    "bfloat16": Case(4, 8, compute="bfloat16"),
+    "bfloat16, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, compute="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_pipeline_equals_one_device(name):
+    check(FEW[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_every_pipeline_equals_one_device(name):
+    check(MANY[name])
+
+
+@pytest.mark.slow
+def test_a_schedule_from_a_file_equals_one_device(tmp_path: Path):
+    path = tmp_path / "mine.json"
+    table = schedules.build_schedule("1f1b", 2, 4, 1)
+    schedules.write_schedule(table, path)
+    check(Case(2, 4, schedule=str(path)))

@@ -1,0 +1,104 @@
+"""Pipelined steps compiled by libtpu for chips that are not here: memory, kernels, collectives.
+
+A child process compiles cases (libtpu writes to fd 2 and reads its environment at import) and
+prints a JSON line per case.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+
+QUICK = {
+    "topology": "v5e:2x4", "fsdp": 2, "sequence": 256, "sequences": 2,
+    "model": {"num_layers": 8, "d_model": 256, "d_ff": 512, "vocab_size": 2048, "num_heads": 2,
+              "num_kv_heads": 1, "head_dim": 128},
+}  # fmt: skip
+LARGE = {
+    "topology": "v5e:4x4", "fsdp": 4, "sequence": 1024, "sequences": 8,
+    "model": {"num_layers": 8, "d_model": 1024, "d_ff": 4096, "vocab_size": 32768, "num_heads": 8,
+              "num_kv_heads": 8, "head_dim": 128},
+}  # fmt: skip
+STAGES = 4
+
+
+def case(size: str, schedule: str, microbatches: int) -> str:
+    return f"{size} {schedule} {microbatches}"
+
+
+def _compile(name: str) -> dict:
+    """Returns what the compiler made of a case; runs in the child."""
+    import jax
+    from jax.experimental import topologies
+
+    from jaxdist import mesh as meshes
+    from jaxdist import sharding
+    from jaxdist.models.transformer import Transformer, TransformerConfig
+    from jaxdist.optimizers import OptimizerConfig, build_schedule
+    from jaxdist.training.staging import PipelineConfig, Staging
+    from jaxdist.training.state import describe
+    from jaxdist.training.step import StepConfig, build_train_step
+
+    size, schedule, text = name.split()
+    given, microbatches = {"quick": QUICK, "large": LARGE}[size], int(text)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=given["topology"]).devices
+    config = meshes.MeshConfig(pipeline=STAGES, data=1, fsdp=given["fsdp"])
+    mesh = meshes.build_mesh(config, devices)
+    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    model = TransformerConfig(**given["model"])
+    chunks = 2 if schedule == "interleaved" else 1
+    staging = Staging(PipelineConfig(schedule, microbatches, chunks), model.num_layers, STAGES)
+    optimizer = OptimizerConfig(warmup_steps=1)
+    batch = given["sequences"] * microbatches
+    built = build_train_step(
+        describe(lambda rngs: Transformer(model, rngs=rngs)), optimizer,
+        build_schedule(optimizer, 1000, batch), mesh, rules,
+        StepConfig(compute="bfloat16", remat="full", staging=staging),
+    )  # fmt: skip
+    dims = (batch, given["sequence"])
+    example = {
+        name: jax.ShapeDtypeStruct(dims, "float32" if name == "weights" else "int32")
+        for name in ("tokens", "targets", "weights", "positions")
+    } | {"sample": jax.ShapeDtypeStruct(dims[:1], "int32")}
+    where = built.batch_shardings(example)
+    example = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in example.items()
+    }
+    traced = built.step.trace(built.abstract_state, example)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)
+    return {
+        "kernels": {k: kernels.count(k) for k in ("fwd", "dq", "dkv")},
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+    }
+
+
+@functools.cache
+def result(name: str) -> dict:
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
+    }
+    root = Path(__file__).parents[1]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environ.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, name]
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200)
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(next(line for line in child.stdout.splitlines() if line.startswith("{")))
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1])), flush=True)
