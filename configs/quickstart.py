@@ -12,6 +12,7 @@ def get_config():
     config = default_config()
     config.train.steps = 1700
     config.train.eval_every = 850
+    config.checkpoint.every_steps = 200
     config.train.sample_tokens = 400
     config.train.sample_prompt = "def "
     config.batch.global_size = 16

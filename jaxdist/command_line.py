@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxdist import config as configs
 from jaxdist.config import ConfigError
+from jaxdist.extras import MissingExtra
 from jaxdist.models import registry
 from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
 
@@ -99,7 +100,7 @@ def main_with_config_errors(main: Callable[[], int]) -> None:
     """Runs a command's main and exits: with its code, or 78 and one line per fault."""
     try:
         raise SystemExit(main())
-    except ConfigError as error:
-        for fault in error.faults:
+    except (ConfigError, MissingExtra) as error:
+        for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
         raise SystemExit(configs.EXIT_CONFIG) from None

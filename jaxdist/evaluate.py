@@ -11,6 +11,7 @@ import time
 import jax
 
 from jaxdist import command_line, inference
+from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT
 from jaxdist.inference import HeldOut
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     run = inference.opened(flags)
     if run is None:
-        return inference.EXIT_NO_CHECKPOINT
+        return EXIT_NO_CHECKPOINT
     lead = jax.process_index() == 0
     found = run.evaluate(validation_tokens=flags.validation_tokens, watch=_Progress() if lead else None)
     if lead:

@@ -13,6 +13,10 @@ EXTRAS = {
 }
 
 
+class MissingExtra(ImportError):
+    """An optional package is not installed; the text is the command that installs it."""
+
+
 def load(module: str, *, extra: str | None = None) -> types.ModuleType:
     """Returns an imported module that needs an optional package.
 
@@ -20,7 +24,7 @@ def load(module: str, *, extra: str | None = None) -> types.ModuleType:
     extra. By default the table above knows it.
 
     Raises:
-      ImportError: the package is missing; the text is the command that installs it.
+      MissingExtra: the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -29,7 +33,7 @@ def load(module: str, *, extra: str | None = None) -> types.ModuleType:
         wanted = extra or EXTRAS.get(module.partition(".")[0]) or EXTRAS.get(missing)
         if missing == "jaxdist" or wanted is None:
             raise
-        raise ImportError(
+        raise MissingExtra(
             f'{missing} is not installed. Install it with: pip install "jaxdist[{wanted}]"',
             name=missing,
         ) from error

@@ -7,6 +7,7 @@ import argparse
 import jax
 
 from jaxdist import command_line, inference
+from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT
 from jaxdist.decoding import SamplingConfig
 
 
@@ -15,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     run = inference.opened(flags)
     if run is None:
-        return inference.EXIT_NO_CHECKPOINT
+        return EXIT_NO_CHECKPOINT
     found = run.generate(
         flags.prompt,
         max_tokens=flags.max_tokens,

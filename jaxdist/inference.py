@@ -32,8 +32,6 @@ from jaxdist.sharding import Rules
 from jaxdist.training.state import ModelSpec, State
 from jaxdist.training.step import TrainStep
 
-EXIT_NO_CHECKPOINT = 77
-
 Watch = Callable[[int, int], None]  # batches begun, batches in all
 
 

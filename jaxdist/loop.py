@@ -13,17 +13,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from jaxdist import extras, recipe, stages, workdir
+from jaxdist import extras, machine, recipe, stages, workdir
 from jaxdist.checkpoint import store as checkpoints
+from jaxdist.checkpoint.folder import list_steps, torn_steps
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.data import Dataset, open_dataset
+from jaxdist.config import ConfigError
+from jaxdist.data import Dataset, SourceError, Tokenizer, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.decoding import Generate, SamplingConfig, build_generator
 from jaxdist.evaluation import evaluate
 from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
+from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry import html, summary
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
@@ -31,11 +33,13 @@ from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.training.state import State
 from jaxdist.training.step import Metrics, TrainStep
 
-HURRY = 1.02  # the schedule's pace follows the clock in steps of 2 %
-
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
+
+
+class Interrupted(Exception):
+    """A signal ended training early; everything is saved."""
 
 
 @dataclass
@@ -60,10 +64,14 @@ def run(
     lead = jax.process_index() == 0
     say = print if lead else _silent
     shape, rules, spec = recipe.validate(config, devices)
-    with workdir.held(folder) if lead else contextlib.nullcontext():
-        store = CheckpointStore(folder / workdir.CHECKPOINTS, config.checkpoint)
-        if lead:
-            workdir.settle_config(folder, config, resuming=store.latest() is not None)
+    with contextlib.ExitStack() as lock:
+        checkpoints_folder = folder / workdir.CHECKPOINTS
+        with machine.agreed_by_all():
+            if lead:
+                lock.enter_context(workdir.held(folder))
+                has_run = bool(list_steps(checkpoints_folder) or torn_steps(checkpoints_folder))
+                workdir.settle_config(folder, config, resuming=has_run)
+        store = CheckpointStore(checkpoints_folder, config.checkpoint)
         dataset = open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
             vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=say,
@@ -128,11 +136,12 @@ def _begin(
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
-        if store.latest() is None:
+        if not (store.steps() or torn_steps(store.folder)):
             state, progress = built.init(), Progress()
         else:
             library.result()
             restored = store.restore(built.views.abstract)
+            workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
         compiled.result()
@@ -193,10 +202,37 @@ class Session:
         self.evaluated = -1  # the step of the last evaluation
 
     def train(self, state: State) -> State:
-        """Returns the state after the last step."""
-        self._announce()
+        """Returns the state after the last step, or after the step in which a signal asked to stop.
+
+        Raises:
+          TrainingStopped: losses stayed non-finite, the last checkpoint could not be written.
+          Interrupted: a signal asked to stop; all is saved.
+          SourceError: the data cannot be read.
+        """
         if self._is_finished():
+            self._say_finished()
             return state
+        self._announce()
+        try:
+            with StopSignals() as stop:
+                state = self._steps(state, stop)
+        except (SourceError, TrainingStopped) as error:
+            reason = "data" if isinstance(error, SourceError) else "nonfinite"
+            self.writer.event("stop", self.progress.step, reason=reason, error=str(error))
+            raise
+        self.store.wait()
+        if not self._report_saves():
+            self.writer.event("stop", self.progress.step, reason="save_failed")
+            raise TrainingStopped("the last checkpoint could not be written; free the disk and run again")
+        if stop.asked:
+            self.writer.event("preempted", self.progress.step)
+            raise Interrupted(f"stopped after step {self.progress.step}, saved; run again to go on")
+        self.writer.event("stop", self.progress.step, reason="finished")
+        self._keepsakes(state)
+        return state
+
+    def _steps(self, state: State, stop: StopSignals) -> State:
+        """Returns the state after the steps that are left, or that a signal left."""
         first, last = self.progress.step + 1, self.config.train.steps
         profile, loader = self._profile(), self._loader()
         with contextlib.closing(profile), loader:
@@ -210,15 +246,11 @@ class Session:
                 if self._is_due(number):
                     self._settle(loader)
                     self._pause(state, number, ended=number == last)
-                if self._time_is_up(number):
+                if stop.asked or self._time_is_up(number):
                     break
                 state = self._hurried(state, number)
             self._settle(loader)
             self._pause(state, self.progress.step, ended=True)
-        self.store.wait()
-        self._report_saves()
-        self.writer.event("stop", self.progress.step, reason="finished")
-        self._keepsakes(state)
         return state
 
     def _announce(self) -> None:
@@ -230,11 +262,12 @@ class Session:
         if step:
             self.writer.event("restore", step)
             self.display.note(f"resumed after step {step}")
-        if self._is_finished():
-            self.display.note(
-                f"{self.folder} is finished at step {step}. To go on, raise train.steps where the "
-                f"schedule allows it, or train.max_minutes; to start anew, give another --workdir."
-            )
+
+    def _say_finished(self) -> None:
+        self.display.note(
+            f"{self.folder} is finished at step {self.progress.step}. To go on, raise train.steps where the "
+            f"schedule allows it; to start anew, give another --workdir."
+        )
 
     def _is_finished(self) -> bool:
         """Returns whether the restored run had come to its end, by steps or by time."""
@@ -304,7 +337,6 @@ class Session:
         self.display.note(f"step {number}: loss or gradients are not finite; update left out")
         limit = self.config.optimizer.nonfinite_limit
         if skipped > limit:
-            self.writer.event("stop", number, reason="nonfinite")
             raise TrainingStopped(
                 f"{skipped} steps in a row with non-finite loss or gradients "
                 f"(optimizer.nonfinite_limit={limit}); lower optimizer.learning_rate, "
@@ -325,7 +357,9 @@ class Session:
         if self.store.should_save(number, time.monotonic(), last=ended):
             self._count_tokens()
             progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
-            self.store.save(number, self.built.views.flat(state), {"progress": progress})
+            fingerprints = {"config": recipe.run_fingerprint(self.config), "data": self.dataset.fingerprint}
+            metadata = {"progress": progress, "fingerprints": fingerprints}
+            self.store.save(number, self.built.views.flat(state), metadata)
         self._report_saves()
         self.window.aside_s += time.monotonic() - began
 
@@ -339,7 +373,9 @@ class Session:
         self.writer.event("evaluate", number, **row)
         self.display.evaluation(number, row)
 
-    def _report_saves(self) -> None:
+    def _report_saves(self) -> bool:
+        """Writes what became of saves; returns whether the last of them, if any, is good."""
+        good = True
         for saved in self.store.poll():
             self.writer.event(
                 "save", saved.step, ok=saved.ok, error=saved.error and str(saved.error),
@@ -347,28 +383,39 @@ class Session:
             )  # fmt: skip
             if not saved.ok:
                 self.display.note(f"checkpoint {saved.step} failed, training goes on: {saved.error}")
+            good = saved.ok
+        return good
 
     def _keepsakes(self, state: State) -> None:
         """Writes a sample of what the model says now, and the report."""
         train, tokenizer = self.config.train, self.dataset.tokenizer
         text = ""
         if train.sample_tokens and tokenizer is not None and self.generate is not None:
-            self.display.status("sampling")
-            prompt = tokenizer.encode(train.sample_prompt)
-            state = self.built.views.flat(state)
-            weights = state.trainable if state.ema is None else state.ema
-            (found,) = self.generate(
-                weights, state.model_state, [prompt], max_tokens=train.sample_tokens,
-                sampling=SamplingConfig(temperature=0.8), seed=self.config.seed,
-            )  # fmt: skip
-            text = train.sample_prompt + tokenizer.decode(found.tokens)
-            self.display.note(f"sample:\n{text}")
+            text = self._sample(self.built.views.flat(state), tokenizer)
         if jax.process_index() == 0:
             if text:
                 workdir.write_text(self.folder / workdir.SAMPLE, text)
             page = html.render([summary.read_run(self.folder)])
             workdir.write_text(self.folder / workdir.REPORT, page)
             self.display.note(f"report: {self.folder / workdir.REPORT}")
+
+    def _sample(self, state: State, tokenizer: Tokenizer) -> str:
+        train = self.config.train
+        self.display.status("sampling")
+        weights = state.trainable if state.ema is None else state.ema
+        assert self.generate is not None
+        try:
+            (found,) = self.generate(
+                weights, state.model_state, [tokenizer.encode(train.sample_prompt)],
+                max_tokens=train.sample_tokens, sampling=SamplingConfig(temperature=0.8),
+                seed=self.config.seed,
+            )  # fmt: skip
+        except ConfigError as error:  # the run is done and saved: no sample is no failure
+            self.display.note(f"no sample: {error}")
+            return ""
+        text = train.sample_prompt + tokenizer.decode(found.tokens)
+        self.display.note(f"sample:\n{text}")
+        return text
 
     # --- ending by the clock ----------------------------------------------------------------------
 
@@ -381,7 +428,7 @@ class Session:
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
-        return self._agreed(self._elapsed_s() >= 60 * minutes)
+        return machine.agreed(self._elapsed_s() >= 60 * minutes)
 
     def _hurried(self, state: State, number: int) -> State:
         """Returns the state with its schedule's pace set so that it ends with the time."""
@@ -391,15 +438,8 @@ class Session:
         clock, pace = (float(x) for x in (state.opt_state.clock, state.opt_state.pace))
         per_step = self._elapsed_s() / number
         steps_left = max((60 * train.max_minutes - self._elapsed_s()) / per_step, 1.0)
-        wanted = self._agreed(max((train.steps - clock) / steps_left, 1.0))
-        if 1 / HURRY < wanted / pace < HURRY:
+        wanted = machine.agreed(max((train.steps - clock) / steps_left, 1.0))
+        if wanted == pace:
             return state
         new = jax.device_put(np.float32(wanted), state.opt_state.pace.sharding)
         return state._replace(opt_state=state.opt_state._replace(pace=new))
-
-    @staticmethod
-    def _agreed(value: Any) -> Any:
-        """Returns the first process's value on all of them: clocks differ, programs must not."""
-        if jax.process_count() == 1:
-            return value
-        return multihost_utils.broadcast_one_to_all(np.asarray(value)).item()

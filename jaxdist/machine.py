@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxdist import hardware
+from jaxdist.config import ConfigError
 
 LAUNCH = "jaxdist launch"
 
@@ -17,16 +22,18 @@ LAUNCH = "jaxdist launch"
 def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     """Sets the platform's flags, keeps compiled programs on disk, and joins a process group.
 
-    The user's own flags and cache settings win. Returns a line that says which launcher was
-    found, or None for a process on its own.
+    The user's own flags and cache settings win. Returns lines that say which flags were
+    set and which launcher was found; None if neither.
     """
     platform = hardware.detect_platform(environ)
-    environ.update(hardware.flag_environment(platform, environ))
+    changed = hardware.flag_environment(platform, environ)
+    environ.update(changed)
     skip_absent_tpu(environ)
     if folder := compile_cache_folder(environ):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return join_processes(environ)
+    lines = [f"flags: {name}={value}" for name, value in changed.items()]
+    return "\n".join([*lines, *filter(None, [join_processes(environ)])]) or None
 
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
@@ -56,7 +63,13 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
         return f"process {rank} of {number}, joined through {LAUNCH}"
     if launcher is None:
         return None
-    jax.distributed.initialize()
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        raise ConfigError(
+            f"{launcher} was detected, but its process group is not known ({error}); start all processes "
+            f"through it, or unset its variables to run alone"
+        ) from error
     return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
 
 
@@ -64,7 +77,8 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Returns what started this process as one of several, or None."""
     if "JAXDIST_COORDINATOR" in environ:
         return LAUNCH
-    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+    # srun sets the step's variables; a batch script on its own is one process of no group.
+    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ:
         return "Slurm"
     if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
@@ -73,3 +87,24 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
     if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
         return "a multi-host TPU"
     return None
+
+
+@contextlib.contextmanager
+def agreed_by_all() -> Iterator[None]:
+    """Lets the first process refuse for all: its ConfigError ends the others with one, too."""
+    fault: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as error:
+        fault = error
+    if agreed(fault is not None):
+        fault = fault or ConfigError("refused by process 0, which says why")
+    if fault is not None:
+        raise fault
+
+
+def agreed(value: Any) -> Any:
+    """Returns the first process's number on all of them: clocks differ, programs must not."""
+    if jax.process_count() == 1:
+        return value
+    return multihost_utils.broadcast_one_to_all(np.asarray(value)).item()

@@ -98,7 +98,6 @@ HARMLESS = (
     "batch.accumulation",
     "train.log_every",
     "train.eval_every",
-    "train.max_minutes",
     "train.sample_*",
     "train.tensorboard",
     "data.cache_dir",
@@ -112,7 +111,7 @@ def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
     """Returns the patterns of keys whose change leaves the losses what they are."""
     if optimizers.depends_on_train_steps(run.optimizer):
         return HARMLESS
-    return (*HARMLESS, "train.steps")
+    return (*HARMLESS, "train.steps", "train.max_minutes")
 
 
 def run_fingerprint(run: RunConfig) -> str:
@@ -255,8 +254,9 @@ def _faults(run: RunConfig) -> Iterator[str]:
     positive = [("train.steps", run.train.steps), ("train.log_every", run.train.log_every)]
     positive += [(f"batch.{name}", size) for name, size in vars(run.batch).items()]
     yield from (f"{name}={value}: must be >= 1" for name, value in positive if value < 1)
-    if run.train.max_minutes < 0 or run.train.eval_every < 0:
+    if not 0 <= run.train.max_minutes < math.inf or run.train.eval_every < 0:
         yield "train.max_minutes and train.eval_every must be >= 0 (0 = off)"
+    yield from _sample_faults(run)
     if not 0 <= run.train.ema_decay < 1:
         yield f"train.ema_decay={run.train.ema_decay}: must be in [0, 1); 0 keeps no average"
     if run.train.tensorboard and find_spec("tensorboardX") is None:
@@ -268,6 +268,20 @@ def _faults(run: RunConfig) -> Iterator[str]:
     yield from checkpoint_config.faults(run.checkpoint)
     yield from registry.option_faults(run.model_class, run.model_options)
     yield from _sequence_faults(run)
+
+
+def _sample_faults(run: RunConfig) -> Iterator[str]:
+    train, rows = run.train, run.model.get("max_positions", 0)
+    if train.sample_tokens < 0:
+        yield f"train.sample_tokens={train.sample_tokens}: must be >= 0 (0 = no sample)"
+    if train.sample_tokens and not train.sample_prompt:
+        yield "train.sample_prompt is empty; give the sample something to go on from"
+    longest = len(train.sample_prompt.encode()) + train.sample_tokens
+    if run.model.get("positions") == "learned" and train.sample_tokens and 0 < rows < longest:
+        yield (
+            f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the learned "
+            f"positions (model.max_positions={rows}); lower it"
+        )
 
 
 def _sequence_faults(run: RunConfig) -> Iterator[str]:
@@ -343,7 +357,12 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
       ConfigError: dims that an axis does not divide.
     """
     cut = staging(run, spec, rules.shape)
-    return place((cut.staged_spec(spec) if cut else spec).named_parameters(), rules)
+    parameters = (cut.staged_spec(spec) if cut else spec).named_parameters()
+    return place({path: (_as_stored(x, run), names) for path, (x, names) in parameters.items()}, rules)
+
+
+def _as_stored(x: jax.ShapeDtypeStruct, run: RunConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, run.precision.params)
 
 
 def text_batch(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:

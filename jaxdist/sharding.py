@@ -243,6 +243,23 @@ def inside_stage() -> Iterator[None]:
         _active.reset(token)
 
 
+def in_stage() -> bool:
+    """Returns whether what is traced runs inside a pipeline stage."""
+    now = active()
+    return now is not None and now.in_stage
+
+
+def sum_over(axis: str, x: jax.Array) -> jax.Array:
+    """Returns x summed over a manual axis, in its own dtype (on CPU summed in float32).
+
+    XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over some axes
+    only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
+    """
+    now = active()
+    wide = now is not None and now.mesh.devices.flat[0].platform == "cpu"
+    return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype) if wide else jax.lax.psum(x, axis)
+
+
 def vocabulary_axis(names: Names) -> str | None:
     """Returns the manual mesh axis that a table's vocabulary is split over here, if any."""
     now = active()

@@ -11,6 +11,12 @@ from pathlib import Path
 import jax
 
 from jaxdist import command_line, dry_run, loop, machine
+from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.checkpoint.layout import LayoutError
+from jaxdist.config import ConfigError
+from jaxdist.data import SourceError
+
+EXIT_PREEMPTED = 75
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         loop.run(config, Path(flags.workdir or default_workdir(flags.config)), title=flags.config)
-    except loop.TrainingStopped as stopped:
-        print(f"error: {stopped}", file=sys.stderr)
+    except loop.Interrupted as interrupted:
+        print(interrupted)
+        return EXIT_PREEMPTED
+    except LayoutError as error:
+        raise ConfigError(error.faults) from error
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NO_CHECKPOINT
+    except (loop.TrainingStopped, SourceError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

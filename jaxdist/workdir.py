@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from jaxdist.recipe import (
 from jaxdist.sharding import Rules
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import Throughput
+from jaxdist.training.objective import build_objective
 from jaxdist.training.state import ModelSpec
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
@@ -99,6 +100,16 @@ def settle_config(folder: Path, run: RunConfig, *, resuming: bool) -> None:
         if faults:
             raise ConfigError(faults)
     write_json(folder / CONFIG, new.to_dict())
+
+
+def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
+    """Raises ConfigError if the run was trained on other data: its position means nothing here."""
+    known = metadata["fingerprints"]["data"]
+    if known != dataset.fingerprint:
+        raise ConfigError(
+            f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
+            f"put the corpus and its settings back, or start anew with another --workdir"
+        )
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -179,7 +190,8 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
             for kind in conventions
         }
     batch = text_batch(run, 1)
-    forward = jax.make_jaxpr(lambda t, m, b: spec.assemble(t, m).loss(b, None))
+    objective = build_objective(spec, compute=run.precision.compute, remat="none")
+    forward = jax.make_jaxpr(lambda t, m, b: objective(t, m, b, None)[0])
     counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, batch)).total / length
     return {"causal": counted, "full": counted}
 

@@ -145,7 +145,7 @@ def test_real_slices_lie_along_the_dcn_axis():
     ("environ", "launcher"),
     [
         ({}, None),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "Slurm"),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"}, "Slurm"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),

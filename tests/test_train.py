@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,3 +160,49 @@ def test_a_finished_run_says_so_and_how_to_go_on(straight):
     done = train(straight)
     assert "finished at step 60" in done.stdout and "train.steps" in done.stdout
     assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
+    workdir = tmp_path / "interrupted"
+    process = subprocess.Popen(
+        command(workdir, checkpoint__every_steps=0), env=environment(1), stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and last_step(workdir) < 20:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 75 and "saved; run again to go on" in said
+    (saved,) = list_steps(workdir / "checkpoints")
+    assert 20 <= saved < 60
+    assert [e["event"] for e in read_events(workdir)][-1] == "preempted"
+    train(workdir, checkpoint__every_steps=0)
+    assert losses(workdir) == losses(straight) and same_state(workdir, straight)
+
+
+def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_path):
+    workdir = tmp_path / "torn"
+    shutil.copytree(straight, workdir)
+    for step in list_steps(workdir / "checkpoints"):
+        shutil.rmtree(step_path(workdir / "checkpoints", step) / "state")
+    before = (workdir / "metrics.jsonl").read_bytes()
+    done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
+    assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[-2000:]
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_changed_data_is_refused_on_resume(tmp_path):
+    text = tmp_path / "corpus"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"document {number} says hello. " * 40)
+    data = {
+        "data__source": "text", "data__path": str(text), "data__cache_dir": str(tmp_path / "cache"),
+        "train__steps": 6, "checkpoint__every_steps": 2, "optimizer__schedule": "constant",
+    }  # fmt: skip
+    train(tmp_path / "run", **data)
+    (text / "3.txt").write_text("something else " * 60)
+    longer = data | {"train__steps": 8}
+    done = subprocess.run(
+        command(tmp_path / "run", **longer), env=environment(1), capture_output=True, text=True
+    )
+    assert done.returncode == 78 and "the data has changed" in done.stderr, done.stderr[-2000:]

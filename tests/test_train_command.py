@@ -82,7 +82,7 @@ CASES = {
     "mesh does not divide": (["mesh.fsdp=3"], ["fsdp 3 needs 3 devices", "divides 8"]),
     "zero without shards": (["mesh.zero=1"], ["mesh.zero=1 with mesh.fsdp=1", "set mesh.fsdp"]),
     "learned positions": (
-        ["model.positions=learned", "model.max_positions=64"],
+        ["model.positions=learned", "model.max_positions=64", "train.sample_tokens=0"],
         ["batch.sequence_length=128 is longer than the model's learned positions",
          "raise model.max_positions"],
     ),

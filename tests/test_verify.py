@@ -97,7 +97,7 @@ def test_the_matrix_of_layouts():
 def test_the_config_s_own_pipeline_is_proved_small():
     own = {"mesh.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 3}
     last = subject.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8)[-1]
-    assert last.name == "the config's own: data 2 x pipeline 4, schedule interleaved, chunks 3"
+    assert last.name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
     assert last.overrides["model.num_layers"] == 12 and last.overrides["pipeline.microbatches"] == 4
     unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})  # without stages it says nothing
     assert subject.layouts_for(unused, 8)[-1].name == "tensor 8, 4 kv heads"

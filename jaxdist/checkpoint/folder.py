@@ -27,6 +27,9 @@ _LEFTOVER = re.compile(r"\d+(\.deleted)?\.orbax-checkpoint-tmp")
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 10, 0.1
 
 
+EXIT_NO_CHECKPOINT = 77  # of commands that need a checkpoint where no usable one is
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written; `steps` holds {step: reason} where several failed."""
 

@@ -68,8 +68,8 @@ class DataConfig:
                 f"data.source={self.source} with {len(self.mixture)} entries in data.mixture: set "
                 'data.source=mixture and data.mixture=("0.7:stdlib:", "0.3:jsonl:FILE") together.'
             )
-        if self.source == "mixture" and self.validation_path:
-            faults.append("data.validation_path is not used by a mixture: clear it.")
+        if self.source in ("mixture", "stdlib") and self.validation_path:
+            faults.append(f"data.validation_path is not used by data.source={self.source}: clear it.")
         limits = {"validation_share": 255, "prefetch": 64, "validation_tokens": 2**62}
         for name, high in limits.items():
             if not 0 <= (value := getattr(self, name)) <= high:

@@ -39,13 +39,6 @@ class Context(NamedTuple):
     fields: dict[str, jax.Array]  # the batch's integer fields and what `prepare` made
 
 
-class LayerKeys(NamedTuple):
-    """Where a random draw of a block belongs: it depends on nothing else."""
-
-    key: jax.Array
-    layer: jax.Array
-
-
 def is_staged(model: nnx.Module) -> bool:
     """Returns whether the model has embed, blocks and head."""
     return all(hasattr(model, name) for name in ("embed", "blocks", "head"))
@@ -102,8 +95,21 @@ def staged_loss(
     """Returns the loss of a staged model."""
     fields = shared_fields(model, batch)
     x, aux = run_blocks(model.blocks, model.embed(batch), key, fields, transform)
-    loss = model.head(x, batch)
+    loss = as_loss(model.head(x, batch), batch)
     return loss._replace(aux=loss.aux | aux)
+
+
+def as_loss(value: Any, batch: Batch) -> Loss:
+    """Returns what a model's `loss` gave as a Loss of float32 sums.
+
+    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), or a scalar mean over the
+    batch's samples, whose count is then the number of samples.
+    """
+    if not isinstance(value, tuple):
+        samples = next(iter(batch.values())).shape[0]
+        value = (jnp.float32(value) * samples, jnp.float32(samples))
+    sums = Loss(*value)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
 
 
 def shared_fields(model: Any, batch: Batch) -> dict[str, jax.Array]:

@@ -5,6 +5,7 @@ Single-device code: dims have logical names, no mesh axis is mentioned. Letters:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -98,6 +99,12 @@ class TransformerConfig:
             found.append("model.max_positions: learned positions need the longest sequence, >= 1")
         if not 0 <= self.dropout < 1:
             found.append(f"model.dropout={self.dropout}: must be in [0, 1)")
+        for name in ("z_loss", "logit_softcap", "loss_chunk", "init_std"):
+            if not 0 <= getattr(self, name) < math.inf:
+                found.append(f"model.{name}={getattr(self, name)}: must be >= 0")
+        for name in ("rope_theta", "rope_factor", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"model.{name}={getattr(self, name)}: must be > 0")
         return found
 
 

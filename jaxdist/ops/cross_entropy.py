@@ -102,7 +102,7 @@ def _forward(x, kernel, targets, weights, options: Options):
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
         dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
-        dx = _named(_over_parts(jax.lax.psum, dx, options))
+        dx = _named(_over_parts(_sum, dx, options))
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
@@ -159,7 +159,7 @@ def _score(logits, targets, weights, options: Options):
     """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
-    total = _over_parts(jax.lax.psum, exponentials.sum(-1, keepdims=True), options)
+    total = _over_parts(_sum, exponentials.sum(-1, keepdims=True), options)
     log_z = (jnp.log(total) + top)[..., 0]
     picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
@@ -174,10 +174,14 @@ def _target_logits(logits, targets, options: Options):
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
     hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    if options.axis is None:
+    if not sharding.in_stage():
         return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
     # Not by index: XLA's partitioner cannot split a gather inside a stage.
-    return jax.lax.psum(jnp.where(hit, logits, 0).sum(-1), options.axis), hit
+    return _over_parts(_sum, jnp.where(hit, logits, 0).sum(-1), options), hit
+
+
+def _sum(x, axis: str):
+    return sharding.sum_over(axis, x)
 
 
 def _over_parts(reduce, x, options: Options):

@@ -32,7 +32,7 @@ def _embed(table, indices, names: Names, dtype):
     local, own = _own_part(indices, table, names)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
     if own is not None:
-        rows = jax.lax.psum(jnp.where(own[..., None], rows, 0), sharding.vocabulary_axis(names))
+        rows = sharding.sum_over(sharding.vocabulary_axis(names), jnp.where(own[..., None], rows, 0))
     return sharding.shard(rows, "batch_of_group", None, "width") if by_width else rows
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import sharding
-from jaxdist.models.staged import Batch, Block, Context, Loss, shared_fields
+from jaxdist.models.staged import Batch, Block, Context, Loss, as_loss, shared_fields
 from jaxdist.pipeline.schedule import Program, Run
 
 AXIS = "pipeline"
@@ -139,7 +139,8 @@ class _Stage:
         return self.model(rest).embed(self.microbatch(number))
 
     def head(self, rest: Tree, y: jax.Array, number) -> Loss:
-        return self.model(rest).head(y, self.microbatch(number))
+        batch = self.microbatch(number)
+        return as_loss(self.model(rest).head(y, batch), batch)
 
     def forward(self, blocks: Tree, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
@@ -211,12 +212,12 @@ class _Stage:
         if self.backward and "gradient_hop" in run.some:
             arriving = self._hop(carry.dx, -1)
         if "embed" in run.some:
-            inputs = _when(
-                "embed" in run.every, at.any_embed,
-                lambda c: _put(c, row.e_x, self._residual(self.embed(self.rest, at.e_mb))), carry.inputs,
+            x = _when(
+                self._often("embed", "forward"), at.any_embed,
+                lambda x: self._residual(self.embed(self.rest, at.e_mb)).astype(x.dtype), self._blank(carry),
             )  # fmt: skip
-            carry = carry._replace(inputs=inputs)
-        y = jnp.zeros(carry.inputs.shape[1:], carry.inputs.dtype)
+            carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
+        y = self._blank(carry)
         if "forward" in run.some:
             y, aux = self.forward(self.chunk(row.f_chunk), carry.inputs[row.f_x], row.f_mb, row.f_chunk)
             keep = row.f_mb >= 0
@@ -231,7 +232,7 @@ class _Stage:
     def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
         """H: all stages score the last stage's output on their part of the vocabulary."""
         last = self.index == self.pipeline.stages - 1
-        y = self._residual(jax.lax.psum(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
+        y = self._residual(sharding.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
         if not self.backward:
             loss = self.head(self.rest, y, at.h_mb)
             return carry._replace(loss=_added(carry.loss, loss))
@@ -249,31 +250,35 @@ class _Stage:
 
     def _going_back(self, run: Run, carry: Carry, row, at) -> Carry:
         if "backward" in run.some:
-            dy = carry.gradients_in[row.b_g]
-            x = carry.inputs[self._once_there(dy, row.b_x)]
+            x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
             chunk = self.chunk(row.b_chunk)
             (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, row.b_mb, row.b_chunk), chunk, x)
             dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
             carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
-            carry = _when(
-                "embed_backward" in run.every, at.any_embed_backward, lambda c: self._embed_back(c, at), carry
-            )
+            often = self._often("embed_backward", "backward")
+            carry = _when(often, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
         return carry
-
-    def _once_there(self, dy: jax.Array, slot) -> jax.Array:
-        """Returns the slot, but known only after dy is (no NaN is lost: dx and dw have dy's).
-
-        Else XLA's CPU backend recomputes B's activations while F and H still hold theirs.
-        """
-        return jnp.where(jnp.isnan(dy[0, 0, 0]), self.pipeline.program.num_inputs, slot)
 
     def _embed_back(self, carry: Carry, at) -> Carry:
         """EB: all stages take the first stage's dx into their part of the table."""
-        first = jnp.where(self.index == 0, carry.dx, jnp.zeros_like(carry.dx))
-        dx = self._residual(jax.lax.psum(first, AXIS))
+        wanted = (self.index == 0) & (at.eb_mb >= 0)
+        first = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
+        dx = self._residual(sharding.sum_over(AXIS, first))
         pull = jax.vjp(lambda rest: self.embed(rest, at.eb_mb), self.rest)[1]
         return carry._replace(sums=self._add_rest(carry.sums, pull(dx)[0]))
+
+    def _often(self, kind: str, pace: str) -> bool:
+        """Returns whether most ticks that do `pace` do this too: then no predicate, but a mask.
+
+        It is for E and EB, which cost little: a predicate would cost a copy of what it may change.
+        """
+        ticks = self.pipeline.program.ticks
+        return 2 * getattr(ticks, f"any_{kind}").sum() >= getattr(ticks, f"any_{pace}").sum()
+
+    @staticmethod
+    def _blank(carry: Carry) -> jax.Array:
+        return jnp.zeros(carry.inputs.shape[1:], carry.inputs.dtype)
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
         stages = self.pipeline.stages

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist import precision, sharding
-from jaxdist.models.staged import Batch, Loss, is_staged, run_blocks, staged_loss
+from jaxdist.models.staged import Batch, Loss, as_loss, is_staged, run_blocks, staged_loss
 from jaxdist.pipeline.executor import Pipeline, pipeline_sums
 from jaxdist.pipeline.schedule import Program
 from jaxdist.remat import rematerialised
@@ -24,19 +24,6 @@ class Sums(NamedTuple):
 
     gradients: Tree
     loss: Loss
-
-
-def as_loss(value: Any, batch: Batch) -> Loss:
-    """Returns what a model's `loss` gave as a Loss of float32 sums.
-
-    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), or a scalar mean over the
-    batch's samples, whose count is then the number of samples.
-    """
-    if not isinstance(value, tuple):
-        samples = next(iter(batch.values())).shape[0]
-        value = (value * samples, jnp.float32(samples))
-    sums = Loss(*value)
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
 
 
 def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:

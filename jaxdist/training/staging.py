@@ -51,6 +51,14 @@ class Staging:
         places = self.stages * self.config.chunks
         return (self.config.chunks, self.stages, -(-self.num_layers // places))
 
+    @property
+    def remat(self) -> str:
+        """Returns the policy inside a stage's recomputation.
+
+        With one layer a place `full` adds no work, as nothing is computed twice, and takes less.
+        """
+        return "full" if self.dims[2] == 1 else self.config.remat
+
     def program(self) -> Program:
         """Returns the compiled schedule.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jaxdist.config import ConfigError
 from jaxdist.sharding import Names
 
 Tree = Any  # nested dicts of arrays
@@ -65,10 +66,23 @@ class ModelSpec:
 
 
 def describe(build: Callable[[nnx.Rngs], nnx.Module]) -> ModelSpec:
-    """Returns the spec of the model that `build(rngs)` makes; nothing is allocated."""
+    """Returns the spec of the model that `build(rngs)` makes; nothing is allocated.
+
+    Raises:
+      ConfigError: it cannot be made of these options, or holds state that is not a parameter.
+    """
     with nnx.use_eager_sharding(False):
-        model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        try:
+            model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model: cannot be built with these options: {error}") from error
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    kinds = sorted({type(leaf).__name__ for leaf in jax.tree.leaves(rest, is_leaf=_is_variable)})
+    if kinds:
+        raise ConfigError(
+            f"the model has state that is no parameter ({', '.join(kinds)}): not built yet; "
+            f"draw random numbers from `key`, and keep running statistics out of the model"
+        )
     names = jax.tree.map(_logical_names, parameters, is_leaf=_is_variable)
     return ModelSpec(build, graph, _pure(parameters), _pure(rest), _pure(names))
 

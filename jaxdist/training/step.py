@@ -136,7 +136,7 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
         return None
     return build_pipelined(
         spec, cut.program(), cut.num_layers,
-        compute=config.compute, remat=cut.config.remat, backward=backward,
+        compute=config.compute, remat=cut.remat, backward=backward,
     )  # fmt: skip
 
 
