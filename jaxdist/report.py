@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from jaxdist import config
 from jaxdist.telemetry import html, summary
@@ -15,10 +16,10 @@ from jaxdist.telemetry import html, summary
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code (0, 1 or 78)."""
-    args = _parser().parse_args(argv)
-    if len(args.workdir) > 2:
-        _parser().error(f"got {len(args.workdir)} workdirs; give one, or two to compare")
     try:
+        args = _parser().parse_args(argv)
+        if len(args.workdir) > 2:
+            raise config.ConfigError(f"got {len(args.workdir)} workdirs; give one, or two to compare")
         runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
         target = Path(args.out) if args.out else _default_target(runs)
         _refuse_foreign(target)
@@ -33,8 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise config.ConfigError(f"{message}; --help lists the flags")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxdist report",
         description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
     )

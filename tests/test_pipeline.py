@@ -18,6 +18,7 @@ from jaxdist import sharding
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.optimizers import OptimizerConfig, build_schedule
 from jaxdist.pipeline import schedule as schedules
+from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.step import StepConfig, TrainStep, build_train_step
 
@@ -72,7 +73,7 @@ class Result(NamedTuple):
     evaluated: tuple[float, float]
 
 
-def build(case: Case, optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
+def build(case: Case, remat: str = "dots") -> TrainStep:
     config = meshes.MeshConfig(
         pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
     )
@@ -80,9 +81,11 @@ def build(case: Case, optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
     rules = sharding.build_rules(
         config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
     )
-    step = StepConfig(accumulation=case.accumulation, compute=case.compute, staging=case.staging)
-    rate = build_schedule(optimizer, 1000, BATCH)
-    return build_train_step(spec_of(case.model), optimizer, rate, mesh, rules, step)
+    step = StepConfig(
+        accumulation=case.accumulation, compute=case.compute, remat=remat, staging=case.staging
+    )
+    rate = build_schedule(OPTIMIZER, 1000, BATCH)
+    return build_train_step(spec_of(case.model), OPTIMIZER, rate, mesh, rules, step)
 
 
 def batch_for(case: Case) -> dict[str, Any]:
@@ -240,12 +243,13 @@ def test_a_schedule_from_a_file_equals_one_device(tmp_path: Path):
 # --- what the program is --------------------------------------------------------------------------
 
 
-def jaxpr_of(case: Case):
-    built = build(case)
+def traced(case: Case):
+    """Returns the traced step; without a pipeline its layers are recomputed, as stages are."""
+    built = build(case, remat="full")
     example = batch_for(case)
     where = built.batch_shardings(example)
     abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in example.items()}
-    return built.step.trace(built.abstract_state, abstract).jaxpr.jaxpr
+    return built.step.trace(built.abstract_state, abstract)
 
 
 def _inner(equation) -> list[Any]:
@@ -307,7 +311,7 @@ def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, li
 
 @pytest.mark.parametrize("source", ["axis_index", "rows"])
 def test_a_predicate_that_depends_on_the_stage_would_be_found(source):
-    mesh = jax.make_mesh((2,), ("pipeline",), devices=jax.devices()[:2])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("pipeline",))
 
     def program(rows):
         stage = jax.lax.axis_index("pipeline") if source == "axis_index" else rows[0]
@@ -329,5 +333,22 @@ def test_a_predicate_that_depends_on_the_stage_would_be_found(source):
     ids=["interleaved", "gpipe", "seven"],
 )
 def test_no_predicate_depends_on_the_stage(case):
-    reads, conditionals, _ = stage_dependent_predicates(jaxpr_of(case))
+    reads, conditionals, _ = stage_dependent_predicates(traced(case).jaxpr.jaxpr)
     assert reads > 0 and (conditionals > 0 or case.schedule == "1f1b")
+
+
+@lru_cache
+def flops(case: Case) -> float:
+    found = hlo_flops(traced(case).lower().compile(FAST_COMPILE).as_text())
+    assert not found.notes
+    return found.total
+
+
+@pytest.mark.parametrize(
+    "case", [Case(4, 8), Case(4, 8, 2, "interleaved"), Case(4, 8, schedule="gpipe")], ids=lambda c: c.schedule
+)
+def test_a_pipeline_computes_no_more_than_its_bubble(case):
+    work, bubble = case.microbatches * case.chunks, case.stages - 1
+    assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
+    found = flops(case) / flops(Case(stages=1, fsdp=4))
+    assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work
