@@ -41,7 +41,8 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say("\n" + hardware.flag_table(known))  # type: ignore[arg-type]
     built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
-    components = component_bytes(built, spec, rules)
+    cut = recipe.staging(run, spec, shape)
+    components = component_bytes(built, cut.staged_spec(spec) if cut else spec, rules)
     for name, size in (components | {"together": sum(components.values())}).items():
         say(f"  {name:<16} {size:>18,} bytes")
     say(_against_capacity(sum(components.values()), devices[0]))

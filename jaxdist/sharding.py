@@ -296,6 +296,12 @@ def scatter(gradient: jax.Array, names: Names) -> jax.Array:
     return gradient if now is None else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
 
 
+def stored_in_shards(names: Names, dims: Sequence[int]) -> bool:
+    """Returns whether a parameter must be gathered before it is computed with."""
+    now = active()
+    return now is not None and now.rules.stored(names, dims) != now.rules.computed(names, dims)
+
+
 def stored_by_fsdp(names: Names) -> bool:
     """Returns whether a table with these names lies split by width over fsdp."""
     now = active()

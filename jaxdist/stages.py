@@ -57,16 +57,19 @@ def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
     placed = {name: rules.stored(names, x.shape) for name, (x, names) in spec.named_parameters().items()}
     split = any("pipeline" in axes_in(entry) for where in placed.values() for entry in where)
     edges: Edges = "sharded" if split else "replicated"
-    config = cut.config
-    even = balance(
-        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head, edges=edges
-    )
+    config, places = cut.config, cut.stages * cut.config.chunks
+    depth = cut.dims[2]
+    layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
+    loads = balance(
+        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head, edges=edges,
+        cut=layers,
+    )  # fmt: skip
     again = RECOMPUTED.get(config.remat, 1)
-    chunks = [[n * layer for n in even.cut[s :: cut.stages]] for s in range(cut.stages)]
+    chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
     costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
-    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), even)
+    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), loads)
 
 
 def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:

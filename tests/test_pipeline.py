@@ -45,6 +45,7 @@ class Case(NamedTuple):
     zero: int = 3
     accumulation: int = 1
     edges: Any = "sharded"
+    gather_once: bool = False
     remat: str = "none"
     compute: str = "float32"
     model: TransformerConfig = MODEL
@@ -56,7 +57,9 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> PipelineConfig:
-        return PipelineConfig(self.schedule, self.microbatches, self.chunks, self.edges, self.remat)
+        return PipelineConfig(
+            self.schedule, self.microbatches, self.chunks, self.edges, self.gather_once, self.remat
+        )
 
     @property
     def staging(self) -> Staging | None:
@@ -73,7 +76,7 @@ class Result(NamedTuple):
     evaluated: tuple[float, float]
 
 
-def build(case: Case, remat: str = "dots") -> TrainStep:
+def build(case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
     config = meshes.MeshConfig(
         pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
     )
@@ -81,11 +84,9 @@ def build(case: Case, remat: str = "dots") -> TrainStep:
     rules = sharding.build_rules(
         config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
     )
-    step = StepConfig(
-        accumulation=case.accumulation, compute=case.compute, remat=remat, staging=case.staging
-    )
-    rate = build_schedule(OPTIMIZER, 1000, BATCH)
-    return build_train_step(spec_of(case.model), OPTIMIZER, rate, mesh, rules, step)
+    step = StepConfig(accumulation=case.accumulation, compute=case.compute, remat=remat, staging=case.staging)
+    rate = build_schedule(optimizer, 1000, BATCH)
+    return build_train_step(spec_of(case.model), optimizer, rate, mesh, rules, step)
 
 
 def batch_for(case: Case) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def errors(case: Case) -> Errors:
     )
 
 
-FLOAT32, BFLOAT16 = Errors(1e-6, 1e-6, 1e-5, 1e-6), Errors(1e-3, 1e-3, 2e-2, 1e-3)
+FLOAT32, BFLOAT16 = Errors(1e-6, 1e-6, 1e-5, 1e-6), Errors(1e-3, 1e-3, 2e-2, 2e-2)
 
 
 def check(case: Case) -> None:
@@ -214,6 +215,7 @@ MANY = {
     "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
     "replicated edges": Case(4, 4, edges="replicated"),
     "replicated edges, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, edges="replicated"),
+    "gathered once": Case(2, 4, fsdp=2, tensor=2, gather_once=True),
     "gpipe": Case(4, 8, schedule="gpipe"),
     "rematerialised layers": Case(2, 4, remat="full"),
     "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
@@ -243,13 +245,18 @@ def test_a_schedule_from_a_file_equals_one_device(tmp_path: Path):
 # --- what the program is --------------------------------------------------------------------------
 
 
-def traced(case: Case):
-    """Returns the traced step; without a pipeline its layers are recomputed, as stages are."""
-    built = build(case, remat="full")
+def abstract_inputs(built: TrainStep, case: Case):
+    """Returns the state and the batch, abstract."""
     example = batch_for(case)
     where = built.batch_shardings(example)
-    abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in example.items()}
-    return built.step.trace(built.abstract_state, abstract)
+    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in example.items()}
+    return built.abstract_state, batch
+
+
+def traced(case: Case, remat: str = "none"):
+    """Returns the traced step; remat is that of layers without a pipeline."""
+    built = build(case, remat)
+    return built.step.trace(*abstract_inputs(built, case))
 
 
 def _inner(equation) -> list[Any]:
@@ -337,11 +344,24 @@ def test_no_predicate_depends_on_the_stage(case):
     assert reads > 0 and (conditionals > 0 or case.schedule == "1f1b")
 
 
-@lru_cache
-def flops(case: Case) -> float:
-    found = hlo_flops(traced(case).lower().compile(FAST_COMPILE).as_text())
+def counted(lowered) -> float:
+    found = hlo_flops(lowered.compile(FAST_COMPILE).as_text())
     assert not found.notes
     return found.total
+
+
+@lru_cache
+def flops_recomputed(case: Case) -> float:
+    """Returns the FLOPs of the step that keeps everything, and of one more pass through the layers.
+
+    A stage recomputes its layers in whole, since each needs the last one's output; `remat=full`
+    need not, since it keeps them: XLA leaves the last product of each layer out.
+    """
+    built = build(case)
+    tokens = BATCH * LENGTH / case.devices
+    head = 2 * tokens * case.model.d_model * case.model.vocab_size
+    evaluation = built.evaluate.lower(*abstract_inputs(built, case))
+    return counted(traced(case).lower()) + counted(evaluation) - head
 
 
 @pytest.mark.parametrize(
@@ -350,5 +370,5 @@ def flops(case: Case) -> float:
 def test_a_pipeline_computes_no_more_than_its_bubble(case):
     work, bubble = case.microbatches * case.chunks, case.stages - 1
     assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
-    found = flops(case) / flops(Case(stages=1, fsdp=4))
+    found = counted(traced(case).lower()) / flops_recomputed(Case(stages=1, fsdp=4))
     assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work

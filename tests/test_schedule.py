@@ -493,7 +493,9 @@ def test_balance_of_even_and_uneven_layers():
     assert "stage 3 sets the pace, 33% above the mean" in last.warning()
     replicated = schedules.balance([1.0] * 8, stages=2, chunks=2, head_cost=1.0, edges="replicated")
     assert replicated.loads == ((2.5, 2.5), (2.5, 2.5))
-    for layers, cut in ((3, None), (8, (2, 2, 2, 1)), (8, (8, 0, 0, 0))):
+    empty = schedules.balance([1.0] * 9, stages=4, cut=(3, 3, 3, 0))
+    assert empty.loads == ((3.0,), (3.0,), (3.0,), (0.0,)) and empty.better_cut is None
+    for layers, cut in ((3, None), (8, (2, 2, 2, 1)), (8, (9, -1, 0, 0))):
         with pytest.raises(ValueError, match="at least one layer a place"):
             schedules.balance([1.0] * layers, stages=4, cut=cut)
 

@@ -62,6 +62,12 @@ def test_advice_and_warnings_name_what_to_set():
     assert "  pipeline.schedule=interleaved pipeline.chunks=2 would have a bubble of 20.0%" in few
 
 
+def test_places_are_filled_as_the_executor_fills_them():
+    found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.model.num_layers=9"))
+    assert found.balance.cut == (3, 3, 3, 0)  # not 3, 2, 2, 2
+    assert "9 layers divide by 1, 3, 9" in found.balance.warning()
+
+
 def test_the_backward_counts_its_recomputation():
     found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.pipeline.remat=full"))
     assert found.costs.backward[0][0] == 4 * found.costs.forward[0][0]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
+from jaxdist import precision, sharding
 from jaxdist.models.staged import Batch, Block, Context, Loss, as_loss, shared_fields
 from jaxdist.pipeline.schedule import Program, Run
 
@@ -39,6 +39,7 @@ class Pipeline:
     assemble: Callable[[Tree], Any]  # trainable tree (blocks of one chunk) -> model
     transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
     apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
+    gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
 
     @property
     def stages(self) -> int:
@@ -118,6 +119,8 @@ class _Stage:
     def __init__(self, pipeline, trainable, batch, key, names, backward):
         self.pipeline, self.batch, self.key, self.backward = pipeline, batch, key, backward
         self.blocks, self.names = trainable["blocks"], names
+        if pipeline.gather_once:
+            self.blocks = jax.tree.map(_gathered, self.blocks, names["blocks"])
         self.rest = {name: value for name, value in trainable.items() if name != "blocks"}
         self.index = jax.lax.axis_index(AXIS)
 
@@ -307,6 +310,14 @@ class _Stage:
         """Returns (gradient sums, loss sums): the blocks' own terms added over stages."""
         aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
         return carry.sums if self.backward else jnp.zeros(()), carry.loss._replace(aux=carry.loss.aux | aux)
+
+
+def _gathered(leaf: jax.Array, names) -> jax.Array:
+    """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
+    own = _own_names(names)
+    if not sharding.stored_in_shards(own, leaf.shape):
+        return leaf
+    return sharding.gather(leaf, own, precision.compute_dtype(leaf.dtype))
 
 
 def _own_names(names):

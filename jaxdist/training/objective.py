@@ -49,7 +49,14 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
 
 
 def build_pipelined(
-    spec: ModelSpec, program: Program, num_layers: int, *, compute: str, remat: str, backward: bool = True
+    spec: ModelSpec,
+    program: Program,
+    num_layers: int,
+    *,
+    compute: str,
+    remat: str,
+    gather_once: bool = False,
+    backward: bool = True,
 ) -> Pipelined:
     """Returns `pipelined(trainable, model_state, batch, key) -> (gradient sums, Loss)`.
 
@@ -57,6 +64,7 @@ def build_pipelined(
 
     Args:
       remat: policy inside a stage's recomputation.
+      gather_once: whether a stage's fsdp shards are gathered once, not in each tick.
       backward: False computes the loss alone.
     """
     microbatches = program.schedule.microbatches
@@ -69,7 +77,7 @@ def build_pipelined(
             return spec.assemble(precision.cast(parameters, compute), model_state)
 
         pipeline = Pipeline(
-            program, num_layers, assemble, lambda block: rematerialised(block, remat), run_blocks
+            program, num_layers, assemble, lambda block: rematerialised(block, remat), run_blocks, gather_once
         )
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         with precision.computing_in(compute):

@@ -30,6 +30,7 @@ class PipelineConfig:
     microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
     chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
     edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or whole on each
+    gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
     remat: str = "none"  # policy within a stage's own recomputation, as remat.policy
 
 

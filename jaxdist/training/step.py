@@ -135,8 +135,8 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
     if cut is None:
         return None
     return build_pipelined(
-        spec, cut.program(), cut.num_layers,
-        compute=config.compute, remat=cut.remat, backward=backward,
+        spec, cut.program(), cut.num_layers, compute=config.compute, remat=cut.remat,
+        gather_once=cut.config.gather_once, backward=backward,
     )  # fmt: skip
 
 

@@ -98,14 +98,15 @@ def balance(
 
     Edges cost: sharded, a share on every stage; replicated, all of it on every stage; last, the
     embedding on the first place and the head on the last one. Padding is not a load here: an
-    executor that pads places to equal length does it at the pace of the longest.
+    executor that pads places to equal length does it at the pace of the longest. A given cut may
+    leave places empty.
 
     Raises:
       ValueError: fewer layers than places, or a cut that is not of these layers and places.
     """
     places, costs = stages * chunks, np.asarray(layer_costs, float)
     cut = tuple(cut or even_cut(len(costs), stages, chunks))
-    if len(costs) < places or len(cut) != places or sum(cut) != len(costs) or min(cut) < 1:
+    if len(costs) < places or len(cut) != places or sum(cut) != len(costs) or min(cut) < 0:
         raise ValueError(
             f"{len(costs)} layers were cut {cut} into {stages} stages x {chunks} chunks; "
             "at least one layer a place is required, and every layer in one place"
@@ -130,7 +131,8 @@ def balance(
 
 
 def _loads(costs: np.ndarray, cut: Sequence[int], extra: np.ndarray) -> np.ndarray:
-    return np.add.reduceat(costs, np.cumsum([0, *cut[:-1]])) + extra
+    prefix, ends = np.concatenate([[0.0], np.cumsum(costs)]), np.cumsum(cut)
+    return prefix[ends] - prefix[ends - np.asarray(cut)] + extra
 
 
 def _best_cut(costs: np.ndarray, extra: np.ndarray) -> tuple[int, ...]:
