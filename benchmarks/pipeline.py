@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import measuring
 import step as steps
-from handwritten import SHAPES, Options
+from handwritten import SHAPES, Options, Shape
 
 from jaxdist import hardware
 from jaxdist.pipeline.schedule import SCHEDULES, bubble_fraction
@@ -31,21 +31,14 @@ def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
     os.environ.update(hardware.flag_environment("cpu", os.environ))
+    os.environ.setdefault("NPROC", str(4 * flags.devices))  # threads: collectives block one each
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.devices)
     shape = dataclasses.replace(SHAPES[flags.shape], batch=flags.batch)
-    options, batch = Options(remat="full", dtype=flags.dtype), steps.full_batch(shape)
+    options = Options(remat="full", dtype=flags.dtype)
     plan = PipelineConfig(flags.schedule, flags.microbatches, flags.chunks)
-    sides = []
-    for mesh in (f"pipeline={flags.stages},data=1,fsdp={flags.devices // flags.stages}", flags.beside):
-        run = dataclasses.replace(steps.run_config(shape, options, mesh), pipeline=plan)
-        side = steps.build_jaxdist(run, batch)
-        side.name = mesh
-        side.advance(1)
-        side.first_loss = float(side.metrics["loss"])
-        side.advance(1)
-        print(f"{mesh}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}", flush=True)
-        sides.append(side)
+    ours = f"pipeline={flags.stages},data=1,fsdp={flags.devices // flags.stages}"
+    sides = [_side(mesh, shape, options, plan) for mesh in (ours, flags.beside)]
     inner = steps.steps_per_turn(sides)
 
     def report(number: int, times: list[measuring.Timing]) -> None:
@@ -64,15 +57,31 @@ def main() -> None:
         "ratio": measuring.ratios(*times),
         "first_loss_difference": abs(sides[0].first_loss - sides[1].first_loss),
     }
-    ours, beside = record["sides"].values()
+    _print(record)
+    measuring.write(flags.out, record)
+
+
+def _side(mesh: str, shape: Shape, options: Options, plan: PipelineConfig) -> steps.Side:
+    """Returns a contestant, warmed up by two steps."""
+    run = dataclasses.replace(steps.run_config(shape, options, mesh), pipeline=plan)
+    side = steps.build_jaxdist(run, steps.full_batch(shape))
+    side.name = mesh
+    side.advance(1)
+    side.first_loss = float(side.metrics["loss"])
+    side.advance(1)
+    print(f"{mesh}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}", flush=True)
+    return side
+
+
+def _print(record: dict) -> None:
     for name, side in record["sides"].items():
         print(
             f"{name}: step {1e3 * side['step_s']['median']:.0f} ms, temporary "
             f"{side['temp_bytes'] / 1e6:.1f} MB, arguments {side['argument_bytes'] / 1e6:.1f} MB"
         )
     print(f"ratio by wall {record['ratio']['wall']}, by processor {record['ratio']['processor']}")
-    print(f"FLOPs {ours['flops_per_device'] / beside['flops_per_device']:.3f} x")
-    measuring.write(flags.out, record)
+    ours, beside = (side["flops_per_device"] for side in record["sides"].values())
+    print(f"FLOPs {ours / beside:.3f} x")
 
 
 def _numbers(side: steps.Side, times: list[measuring.Timing], inner: int) -> dict:

@@ -5,7 +5,8 @@
     python -m jaxdist.train --config llama3_70b:pipeline --config.data.path='tokens/*.bin'
 
 `:pipeline` holds 20 layers on each of four stages, in five chunks of four, for devices that are too
-many or too far apart for fsdp alone: 4 x fsdp 32, or with --config.mesh.tensor=8 up to 1024. The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
+many or too far apart for fsdp alone: 4 x fsdp 32, with --config.mesh.tensor=8 on 1,024 of them.
+The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
 """
 
 from jaxdist.recipe import default_config, sized

@@ -34,6 +34,9 @@ from jaxdist.training.state import State
 from jaxdist.training.step import Metrics, TrainStep
 
 
+AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
 
@@ -178,7 +181,7 @@ class Window:
 
 
 class Session:
-    """A run under way. Looks at the metrics of a step only when the next one is on its way."""
+    """A run under way. Looks at the metrics of a step only when the next ones are on their way."""
 
     def __init__(
         self,
@@ -240,7 +243,7 @@ class Session:
             for number in range(first, last + 1):
                 state, metrics = self.built.step(state, next(loader))
                 self.waiting.append((number, metrics))
-                if len(self.waiting) > 1:
+                if len(self.waiting) > AHEAD:
                     self._look(loader)
                 profile.step(number, metrics)
                 if self._is_due(number):

@@ -28,7 +28,6 @@ from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.training.state import ModelSpec
 from jaxdist.workdir import model_flops
 
-RECOMPUTED = {"full": 2}  # forwards that a backward does again, by pipeline.remat; others: 1
 MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
 Edges = Literal["sharded", "replicated"]
 
@@ -47,7 +46,8 @@ class Outlook:
 def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
     """Returns what the schedule comes to for a validated run; None without a pipeline.
 
-    A backward is two forwards and those that it recomputes; the head's own is not recomputed.
+    A backward is two forwards and those that it recomputes: its input is kept, so one, and with
+    pipeline.remat=full over several layers each of them once more. The head's is not recomputed.
     Norms, softmax, lookups and the optimizer are left out, attention counts causally.
     """
     cut = staging(run, spec, rules.shape)
@@ -64,7 +64,7 @@ def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
         [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head, edges=edges,
         cut=layers,
     )  # fmt: skip
-    again = RECOMPUTED.get(config.remat, 1)
+    again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
     costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)

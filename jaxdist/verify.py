@@ -75,6 +75,8 @@ def _emulate(count: int) -> None:
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
+        # XLA's threads: each collective of each device blocks one, and several may be under way.
+        os.environ.setdefault("NPROC", str(4 * count))
     except RuntimeError:
         pass
 

@@ -11,13 +11,23 @@ import jax
 import numpy as np
 import pytest
 from jax.extend import core as jax_core
-from models_for_tests import FAST_COMPILE, TINY, batch_of, spec_of, worst
+from models_for_tests import (
+    FAST_COMPILE,
+    TINY,
+    batch_of,
+    collectives,
+    loop_bodies,
+    reachable,
+    spec_of,
+    worst,
+)
 
 from jaxdist import mesh as meshes
 from jaxdist import sharding
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.optimizers import OptimizerConfig, build_schedule
 from jaxdist.pipeline import schedule as schedules
+from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.step import StepConfig, TrainStep, build_train_step
@@ -372,3 +382,19 @@ def test_a_pipeline_computes_no_more_than_its_bubble(case):
     assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
     found = counted(traced(case).lower()) / flops_recomputed(Case(stages=1, fsdp=4))
     assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["each tick", "once"])
+def test_a_stage_gathers_its_weights_where_it_says(once):
+    """One chunk, one layer: nothing but our barrier keeps XLA from taking its gathers out."""
+    model = replace(MODEL, num_layers=4)
+    lowered = traced(Case(4, 4, fsdp=2, model=model, gather_once=once)).lower()
+    module = hlo.parse(lowered.compile(FAST_COMPILE).as_text())
+    inside = set().union(*(reachable(module, body) for body in loop_bodies(module)))
+    layer = {(model.d_model, model.d_ff), (model.d_ff, model.d_model)}
+    gathered = [
+        name in inside
+        for name, _, _, shape in collectives(module, ("all-gather",))
+        if tuple(dim for dim in shape if dim > 1) in layer
+    ]
+    assert len(gathered) >= 3 and set(gathered) == {not once}

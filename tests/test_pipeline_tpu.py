@@ -29,10 +29,6 @@ LARGE = {
 STAGES = 4
 
 
-def case(size: str, schedule: str, microbatches: int) -> str:
-    return f"{size} {schedule} {microbatches}"
-
-
 def _compile(name: str) -> dict:
     """Returns what the compiler made of a case; runs in the child."""
     import jax
@@ -98,6 +94,33 @@ def result(name: str) -> dict:
     child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200)
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(next(line for line in child.stdout.splitlines() if line.startswith("{")))
+
+
+def growth(size: str, schedule: str) -> float:
+    """Returns temporary memory with 32 microbatches over that with 8."""
+    few, many = (result(f"{size} {schedule} {microbatches}") for microbatches in (8, 32))
+    for found in (few, many):
+        # Attention is the kernel, on each device's own rows: once in a loop over ticks with F, and
+        # in one with B once more, as a stage's recomputation is not computed again.
+        assert found["kernels"]["dq"] == found["kernels"]["dkv"] > 0
+        assert found["kernels"]["fwd"] == 2 * found["kernels"]["dq"]
+        assert found["alias_bytes"] > 0.99 * few["argument_bytes"]  # the state is donated
+    return many["temp_bytes"] / few["temp_bytes"]
+
+
+def test_memory_does_not_grow_with_microbatches():
+    assert growth("quick", "1f1b") <= 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_memory_of_a_large_stage_does_not_grow_with_microbatches(schedule):
+    assert growth("large", schedule) <= 1.02
+
+
+@pytest.mark.slow
+def test_memory_of_gpipe_does_grow():
+    assert growth("large", "gpipe") > 1.1
 
 
 if __name__ == "__main__":

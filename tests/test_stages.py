@@ -4,6 +4,8 @@ import argparse
 import base64
 import json
 import re
+import runpy
+import shutil
 from pathlib import Path
 
 import jax
@@ -68,9 +70,12 @@ def test_places_are_filled_as_the_executor_fills_them():
     assert "9 layers divide by 1, 3, 9" in found.balance.warning()
 
 
-def test_the_backward_counts_its_recomputation():
-    found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.pipeline.remat=full"))
-    assert found.costs.backward[0][0] == 4 * found.costs.forward[0][0]
+@pytest.mark.parametrize(("stages_", "cost"), [(2, 4), (4, 3)])
+def test_the_backward_counts_its_recomputation(stages_, cost):
+    """With a layer a stage, full recomputation is what a stage does anyway."""
+    words = [f"--config.mesh.pipeline={stages_}", "--config.pipeline.remat=full"]
+    costs = stages.outlook(*validated(*words)).costs
+    assert costs.backward[0][0] == cost * costs.forward[0][0]
 
 
 def test_a_dry_run_says_it():
@@ -113,3 +118,11 @@ def test_a_very_long_timeline_is_not_drawn():
     many = ["--config.mesh.pipeline=4", "--config.pipeline.microbatches=1024", "--config.mesh.data=2"]
     about = stages.describe(*validated("--config.batch.global_size=2048", *many))
     assert about["pipeline"]["microbatches"] == 1024 and "timeline_svg" not in about
+
+
+def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
+    folder = Path(__file__).parent.parent / "docs" / "images"
+    script = shutil.copy(folder / "timelines.py", tmp_path)
+    runpy.run_path(script, run_name="__main__")
+    drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
+    assert len(drawn) == 3 and drawn == {name: (folder / name).read_text() for name in drawn}

@@ -222,7 +222,8 @@ class _Stage:
             carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
         y = self._blank(carry)
         if "forward" in run.some:
-            y, aux = self.forward(self.chunk(row.f_chunk), carry.inputs[row.f_x], row.f_mb, row.f_chunk)
+            chunk, number = _in_this_tick(self.chunk(row.f_chunk), row.f_mb)
+            y, aux = self.forward(chunk, carry.inputs[row.f_x], number, row.f_chunk)
             keep = row.f_mb >= 0
             total = jax.tree.map(lambda t, a: t + jnp.where(keep, a, 0), carry.block_aux, aux)
             carry = carry._replace(block_aux=total)
@@ -236,15 +237,16 @@ class _Stage:
         """H: all stages score the last stage's output on their part of the vocabulary."""
         last = self.index == self.pipeline.stages - 1
         y = self._residual(sharding.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
+        rest, number = _in_this_tick(self.rest, at.h_mb)
         if not self.backward:
-            loss = self.head(self.rest, y, at.h_mb)
+            loss = self.head(rest, y, number)
             return carry._replace(loss=_added(carry.loss, loss))
 
         def objective(rest, y):
-            loss = self.head(rest, y, at.h_mb)
+            loss = self.head(rest, y, number)
             return loss.sum + sum(loss.aux.values()), loss
 
-        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(self.rest, y)
+        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y)
         return carry._replace(
             loss=_added(carry.loss, loss),
             sums=self._add_rest(carry.sums, drest),
@@ -254,8 +256,8 @@ class _Stage:
     def _going_back(self, run: Run, carry: Carry, row, at) -> Carry:
         if "backward" in run.some:
             x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
-            chunk = self.chunk(row.b_chunk)
-            (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, row.b_mb, row.b_chunk), chunk, x)
+            chunk, number = _in_this_tick(self.chunk(row.b_chunk), row.b_mb)
+            (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, number, row.b_chunk), chunk, x)
             dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
             carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
@@ -327,6 +329,16 @@ def _own_names(names):
 
 def _added(total: Loss, new: Loss) -> Loss:
     return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
+
+
+def _in_this_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:
+    """Returns both; what is made of the parameters may not be taken out of the loop over ticks.
+
+    Else XLA does so with the gathers of fsdp shards wherever a stage has one chunk. It then holds
+    all that is gathered, once a loop, and on CPU gathers beside the loop, whose own collectives may
+    find no thread left to meet on: a deadlock.
+    """
+    return jax.lax.optimization_barrier((parameters, microbatch))
 
 
 def _put(buffer: jax.Array, slot, value: jax.Array) -> jax.Array:
