@@ -33,7 +33,6 @@ from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.training.state import State
 from jaxdist.training.step import Metrics, TrainStep
 
-
 AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     set and which launcher was found; None if neither.
     """
     platform = hardware.detect_platform(environ)
+    add_threads(environ)
     changed = hardware.flag_environment(platform, environ)
     environ.update(changed)
     skip_absent_tpu(environ)
@@ -41,6 +43,17 @@ def skip_absent_tpu(environ: Mapping[str, str]) -> None:
     cpu = hardware.detect_platform(environ) == "cpu"
     if cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
         jax.config.update("jax_platforms", "cpu")
+
+
+def add_threads(environ: MutableMapping[str, str]) -> None:
+    """Gives emulated CPU devices threads to spare, unless the user has said how many (NPROC).
+
+    XLA's CPU collectives each hold a thread while they wait for the other devices. With a thread a
+    device, one that takes part in two at once can starve the others for ever.
+    """
+    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    if found and int(found[1]) > 1:
+        environ.setdefault("NPROC", str(4 * int(found[1])))
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:

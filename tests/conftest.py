@@ -20,6 +20,8 @@ def _set_environment() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    # Threads to spare for collectives that wait: see jaxdist.machine.add_threads.
+    os.environ.setdefault("NPROC", "32")
     # Compiled programs outlive the run, so a second `pytest` is faster. Read by jax at import.
     cache = Path(tempfile.gettempdir()) / f"jaxdist-test-cache-{os.getuid()}"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))

@@ -226,6 +226,7 @@ MANY = {
     "replicated edges": Case(4, 4, edges="replicated"),
     "replicated edges, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, edges="replicated"),
     "gathered once": Case(2, 4, fsdp=2, tensor=2, gather_once=True),
+    "kept layers": Case(2, 4, remat="layers", model=replace(SEVEN, dropout=0.1)),
     "gpipe": Case(4, 8, schedule="gpipe"),
     "rematerialised layers": Case(2, 4, remat="full"),
     "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
@@ -382,6 +383,14 @@ def test_a_pipeline_computes_no_more_than_its_bubble(case):
     assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
     found = counted(traced(case).lower()) / flops_recomputed(Case(stages=1, fsdp=4))
     assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work
+
+
+def test_a_stage_that_keeps_its_layers_inputs_recomputes_no_more_than_without_a_pipeline():
+    case, alone = Case(4, 8, remat="layers"), Case(stages=1, fsdp=4)
+    assert case.staging is not None and case.staging.dims[2] == 2
+    wanted = counted(traced(alone, "full").lower())
+    found, otherwise = (counted(traced(c).lower()) / wanted for c in (case, Case(4, 8)))
+    assert found <= 1.02 * 11 / 8 < otherwise
 
 
 @pytest.mark.parametrize("once", [False, True], ids=["each tick", "once"])

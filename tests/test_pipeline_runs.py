@@ -110,7 +110,7 @@ CASES = {
         ["pipeline.chunks=2"], ["pipeline.chunks is 2 and 1f1b has one chunk", "schedule=interleaved"]
     ),
     "no such schedule": (["pipeline.schedule=zb"], ["pipeline.schedule is 'zb'", "interleaved"]),
-    "remat": (["pipeline.remat=some"], ["pipeline.remat='some'", "none, full, dots"]),
+    "remat": (["pipeline.remat=some"], ["pipeline.remat='some'", "none, full, layers, dots"]),
     "no file": (["pipeline.schedule=absent.json"], ["absent.json"]),
 }  # fmt: skip
 

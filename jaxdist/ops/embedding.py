@@ -31,8 +31,9 @@ def _embed(table, indices, names: Names, dtype):
     indices, by_width = _by_width(indices, names, sharding.stored_by_fsdp)
     local, own = _own_part(indices, table, names)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
-    if own is not None:
-        rows = sharding.sum_over(sharding.vocabulary_axis(names), jnp.where(own[..., None], rows, 0))
+    axis = sharding.vocabulary_axis(names)
+    if own is not None and axis is not None:
+        rows = sharding.sum_over(axis, jnp.where(own[..., None], rows, 0))
     return sharding.shard(rows, "batch_of_group", None, "width") if by_width else rows
 
 

@@ -39,6 +39,7 @@ class Pipeline:
     assemble: Callable[[Tree], Any]  # trainable tree (blocks of one chunk) -> model
     transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
     apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
+    keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
     gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
 
     @property
@@ -54,6 +55,7 @@ class Carry(NamedTuple):
     """What lives from tick to tick on a stage."""
 
     inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
+    layers: jax.Array  # [slots + 1, L - 1, B, S, D] inputs of a chunk's other layers, if kept
     gradients_in: jax.Array  # [slots + 1, B, S, D] gradients with respect to stage outputs
     dx: jax.Array  # [B, S, D] gradient of the last tick's stage input, on its way back
     sums: Tree  # float32 gradient sums, like the trainable tree
@@ -123,6 +125,8 @@ class _Stage:
             self.blocks = jax.tree.map(_gathered, self.blocks, names["blocks"])
         self.rest = {name: value for name, value in trainable.items() if name != "blocks"}
         self.index = jax.lax.axis_index(AXIS)
+        self.depth = jax.tree.leaves(self.blocks)[0].shape[2]
+        self.keeps_layers = pipeline.keeps_layers and backward
 
     # --- the model's parts ------------------------------------------------------------------------
 
@@ -147,14 +151,22 @@ class _Stage:
 
     def forward(self, blocks: Tree, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
-        model = self.model(self.rest, blocks)
-        fields = shared_fields(model, self.microbatch(number))
-        depth = jax.tree.leaves(blocks)[0].shape[0]
-        first = (chunk * self.pipeline.stages + self.index) * depth
-        last = self.pipeline.num_layers
+        return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
+
+    def fields(self, number) -> dict[str, jax.Array]:
+        """Returns what the blocks read of a microbatch."""
+        return shared_fields(self.model(self.rest), self.microbatch(number))
+
+    def first_layer(self, chunk):
+        """Returns the number of a chunk's first layer."""
+        return (chunk * self.pipeline.stages + self.index) * self.depth
+
+    def layers(self, blocks: Tree, x: jax.Array, fields, first) -> tuple[jax.Array, dict]:
+        """Returns consecutive layers applied to x."""
+        model, last = self.model(self.rest, blocks), self.pipeline.num_layers
 
         def padded(block: Block) -> Block:
-            if last == depth * self.pipeline.stages * self.pipeline.chunks:
+            if last == self.depth * self.pipeline.stages * self.pipeline.chunks:
                 return block
 
             def masked(parameters, x, context: Context):
@@ -168,6 +180,44 @@ class _Stage:
             model.blocks, x, self.key, fields, lambda b: padded(self.pipeline.transform(b)), first=first
         )
 
+    def forward_keeping(self, blocks: Tree, x: jax.Array, number, chunk):
+        """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
+        fields, first = self.fields(number), self.first_layer(chunk)
+
+        def one(x, item):
+            layer, parameters = item
+            y, aux = self.layers(_stacked(parameters), x, fields, first + layer)
+            return y, (x, aux)
+
+        y, (inputs, aux) = jax.lax.scan(one, x, (jnp.arange(self.depth), blocks))
+        return y, jax.tree.map(lambda terms: terms.sum(0), aux), inputs[1:]
+
+    def pull(self, blocks: Tree, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
+        """Returns the gradients of a chunk and of its input; all is computed again from x."""
+        (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, number, chunk), blocks, x)
+        return pull((dy, jax.tree.map(jnp.ones_like, aux)))
+
+    def pull_layers(self, blocks: Tree, inputs: jax.Array, dy: jax.Array, number, chunk):
+        """Returns what `pull` does, from the inputs of all layers.
+
+        Nobody needs the layers' outputs again, so XLA leaves their last products out.
+        """
+        fields, first = self.fields(number), self.first_layer(chunk)
+
+        def one(dy, item):
+            layer, parameters, x = item
+
+            def apply(parameters, x):
+                return self.layers(_stacked(parameters), x, fields, first + layer)
+
+            (_, aux), pull = jax.vjp(apply, parameters, x)
+            dparameters, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
+            return self._residual(dx), dparameters
+
+        items = (jnp.arange(self.depth), blocks, inputs)
+        dx, dblocks = jax.lax.scan(one, dy, items, reverse=True)
+        return dblocks, dx
+
     # --- ticks ------------------------------------------------------------------------------------
 
     def start(self) -> Carry:
@@ -179,11 +229,12 @@ class _Stage:
         trainable = {"blocks": self.blocks, **self.rest}
         sums = jax.tree.map(self._zero_gradient, trainable, self.names) if self.backward else None
 
-        def slots(count: int) -> jax.Array:
-            return self._residual(jnp.zeros((count + 1, *x.shape), x.dtype))
+        def slots(count: int, *each: int) -> jax.Array:
+            return self._residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
 
         return Carry(
             slots(program.num_inputs),
+            slots(program.num_inputs, self.depth - 1) if self.keeps_layers else jnp.zeros(()),
             slots(program.num_gradients) if self.backward else jnp.zeros(()),
             jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
             sums,
@@ -223,7 +274,12 @@ class _Stage:
         y = self._blank(carry)
         if "forward" in run.some:
             chunk, number = _in_this_tick(self.chunk(row.f_chunk), row.f_mb)
-            y, aux = self.forward(chunk, carry.inputs[row.f_x], number, row.f_chunk)
+            x = carry.inputs[row.f_x]
+            if self.keeps_layers:
+                y, aux, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
+                carry = carry._replace(layers=_put(carry.layers, row.f_x, inputs))
+            else:
+                y, aux = self.forward(chunk, x, number, row.f_chunk)
             keep = row.f_mb >= 0
             total = jax.tree.map(lambda t, a: t + jnp.where(keep, a, 0), carry.block_aux, aux)
             carry = carry._replace(block_aux=total)
@@ -257,8 +313,11 @@ class _Stage:
         if "backward" in run.some:
             x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
             chunk, number = _in_this_tick(self.chunk(row.b_chunk), row.b_mb)
-            (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, number, row.b_chunk), chunk, x)
-            dchunk, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
+            if self.keeps_layers:
+                inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
+                dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
+            else:
+                dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
             carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
             often = self._often("embed_backward", "backward")
@@ -329,6 +388,11 @@ def _own_names(names):
 
 def _added(total: Loss, new: Loss) -> Loss:
     return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
+
+
+def _stacked(parameters: Tree) -> Tree:
+    """Returns a layer's parameters as a stack of one."""
+    return jax.tree.map(lambda x: x[None], parameters)
 
 
 def _in_this_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:

@@ -63,11 +63,14 @@ def build_pipelined(
     It equals the gradients of `build_objective`, computed by the stages of a pipeline.
 
     Args:
-      remat: policy inside a stage's recomputation.
+      remat: policy inside a stage's recomputation; "layers": F keeps the inputs of all layers.
       gather_once: whether a stage's fsdp shards are gathered once, not in each tick.
       backward: False computes the loss alone.
     """
     microbatches = program.schedule.microbatches
+
+    def transform(block):
+        return block if remat == "layers" else rematerialised(block, remat)
 
     def pipelined(trainable, model_state, batch, key):
         def assemble(parameters: Tree):
@@ -77,8 +80,9 @@ def build_pipelined(
             return spec.assemble(precision.cast(parameters, compute), model_state)
 
         pipeline = Pipeline(
-            program, num_layers, assemble, lambda block: rematerialised(block, remat), run_blocks, gather_once
-        )
+            program, num_layers, assemble, transform, run_blocks,
+            keeps_layers=remat == "layers", gather_once=gather_once,
+        )  # fmt: skip
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         with precision.computing_in(compute):
             return pipeline_sums(pipeline, trainable, parts, key, spec.placed_names, backward=backward)

@@ -31,7 +31,7 @@ class PipelineConfig:
     chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
     edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or whole on each
     gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
-    remat: str = "none"  # policy within a stage's own recomputation, as remat.policy
+    remat: str = "none"  # within B's recomputation: as remat.policy; layers: F keeps layer inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,9 @@ class Staging:
                 f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
                 f"{self.num_layers} layers; lower one of them to at most one place a layer"
             )
-        for fault in remat.faults(RematConfig(config.remat)):
-            yield fault.replace("remat.policy", "pipeline.remat")
+        if config.remat != "layers":
+            for fault in remat.faults(RematConfig(config.remat)):
+                yield fault.replace("remat.policy", "pipeline.remat").replace("full,", "full, layers,")
         try:
             self.program()
         except ScheduleError as error:
