@@ -282,6 +282,16 @@ def _inner(equation) -> list[Any]:
     return found
 
 
+def scan_sizes(params) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carried values, in jax before 0.12 and from it on."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = (
+        params["ft_in"].unpack() if hasattr(params["ft_in"], "unpack") else params["ft_in"]
+    )
+    return tuple(len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in (constants, carried))
+
+
 def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, list[bool]]:
     """Returns (stage numbers read, conditionals, which outputs depend on the stage) of a jaxpr.
 
@@ -314,8 +324,7 @@ def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, li
             outs: list[bool] = []
             while True:  # what a loop carries round may bring the stage back in
                 r, c, outs = stage_dependent_predicates(inner, frozenset(marks))
-                carried = equation.params.get("num_carry", 0) if name == "scan" else 0
-                first = equation.params.get("num_consts", 0)
+                first, carried = scan_sizes(equation.params) if name == "scan" else (0, 0)
                 more = {first + i for i in range(carried) if outs[i]} - marks
                 if not more:
                     break
