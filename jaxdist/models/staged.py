@@ -22,7 +22,7 @@ class Loss(NamedTuple):
     """Sums over the batch; the objective is (sum + all aux) / global count.
 
     sum: nats over weighted targets. count: their weight, from the batch alone. aux: named sums
-    under the same divisor. stats: sums handed to the model's `update` once a step.
+    under the same divisor. stats: named sums, for models with running state (not used yet).
     """
 
     sum: jax.Array
