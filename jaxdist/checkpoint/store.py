@@ -328,7 +328,8 @@ def _wrap(message: str, cause: Exception) -> CheckpointError:
 
 
 def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    # TensorStore's reason comes last, but for a dump of its options, which says nothing to a user.
+    text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
     if len(text) > _HEAD_CHARS + _TAIL_CHARS:
         text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
