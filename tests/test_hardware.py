@@ -53,6 +53,49 @@ def test_the_compiler_never_grants_much_more_memory_than_is_sold():
     assert all(0.9 < chip.compiler_hbm_bytes / chip.hbm_bytes < 1.01 for chip in tpus)
 
 
+def test_a_clock_explains_the_peak_by_whole_matrix_units():
+    clocked = [chip for chip in hardware.CHIPS if chip.clock_hz]
+    assert [chip.family for chip in clocked] == ["v4", "v5e", "v5p", "v6e", "tpu7x"]
+    for chip in clocked:
+        doublings = math.log2(chip.peak("bfloat16") / chip.clock_hz)
+        assert doublings == pytest.approx(round(doublings), abs=0.005), chip.name
+
+
+@pytest.mark.parametrize(
+    "family, devices, gigabits",
+    [
+        ("v5e", 256, 6_400),  # Google prints the pod's
+        ("v6e", 256, 25_600),
+        ("v5p", 1, 50),
+        ("tpu7x", 2, 100),  # of the chip, for its two devices
+        ("h100", 1, 400),  # 50 GB/s: bits are not bytes
+        ("a100", 8, 1_600),
+    ],
+)
+def test_networks_are_bytes_of_one_device(family, devices, gigabits):
+    assert hardware.FAMILIES[family].network_bytes_per_s * devices * 8 == gigabits * 1e9
+
+
+@pytest.mark.parametrize(
+    "family, dims, one_way_gigabytes",
+    [("v5e", 2, 180), ("v5p", 3, 540), ("v6e", 2, 360), ("h100", 0, 450), ("a100", 0, 300)],
+)
+def test_links_are_one_way(family, dims, one_way_gigabytes):
+    chip = hardware.FAMILIES[family]
+    assert chip.torus_dims == dims
+    assert chip.link_bytes_per_s * chip.num_links == one_way_gigabytes * 1e9
+
+
+def test_a_gpu_on_pcie_reaches_its_host_over_it():
+    assert hardware.chip_for("NVIDIA L4").pcie_bytes_per_s == 32e9
+    assert hardware.chip_for("NVIDIA H100 80GB HBM3").pcie_bytes_per_s == 64e9
+
+
+def test_capacity_is_the_compilers_where_it_is_known():
+    assert hardware.FAMILIES["v5e"].capacity_bytes == int(15.75 * 2**30)
+    assert hardware.FAMILIES["h100"].capacity_bytes == 80_000_000_000
+
+
 def test_flags_are_added_behind_the_users_own():
     flags = hardware.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
     assert flags["XLA_FLAGS"] == ("--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true")
