@@ -9,7 +9,7 @@ does, recomputation included: the numerator of HFU).
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,8 +157,10 @@ def _window_pairs(
 # --- compiled programs ----------------------------------------------------------------------------
 
 
-def hlo_flops(hlo_text: str) -> Flops:
+def hlo_flops(program: str | hlo.Module, computation: str = "") -> Flops:
     """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if partitioned.
+
+    Of its entry, or of the named computation.
 
     Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted: dot,
     convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels that carry a cost
@@ -168,7 +170,7 @@ def hlo_flops(hlo_text: str) -> Flops:
     Raises:
       ValueError: the text is no HLO module.
     """
-    module = hlo.parse(hlo_text)
+    module = hlo.parse(program) if isinstance(program, str) else program
     known: dict[str, Flops] = {}
 
     def computation_flops(name: str) -> Flops:
@@ -183,9 +185,9 @@ def hlo_flops(hlo_text: str) -> Flops:
             return sum(called, Flops()).times(module.trip_count(step), f"loop {step.name}")
         if step.opcode == "conditional":
             return max(called, key=lambda branch: branch.total)
-        return sum(called, _own_flops(inside, step))
+        return sum(called, instruction_flops(inside, step))
 
-    return computation_flops(module.entry)
+    return computation_flops(computation or module.entry)
 
 
 _CALLS = {  # what holds computations that run, and in which attributes
@@ -205,7 +207,7 @@ _NO_PRODUCT = (
 )  # fmt: skip
 
 
-def _own_flops(inside: dict[str, hlo.Instruction], step: hlo.Instruction) -> Flops:
+def instruction_flops(inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> Flops:
     """Returns the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
         return Flops()

@@ -1,23 +1,74 @@
 """Reads HLO text (`compiled.as_text()`): computations, instructions, shapes, calls, trip counts.
 
-A line is split only when it is asked for: the text of a large program has 10^5 lines.
+Also what the compiler writes beside an instruction: the TPU's estimate of its cycles, the Python stack
+that asked for it, a collective's devices. A line is split only when it is asked for: the text of a large
+program has 10^5 lines.
 """
 
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 # The first word before "(" that follows a space: types hold "(" only after ":" or ")", as in
 # f32[8,128]{1,0:T(8,128)}, or at the start of a tuple.
 _OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
-_SHAPE = re.compile(r"\b[a-z]\w*\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ROW = re.compile(r"^(\d+) (.*)$")
+_NOT_CYCLES = 10**14  # more is a mark, not an estimate: ops of the SparseCore carry 9.2e18
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _INTEGER = re.compile(r"\b[su](?:32|64)\[\][^=]*\sconstant\((\d+)\)")
 
+_GROUPS = re.compile(
+    r"replica_groups=(?:(?P<lists>\{[\d,{}]*\})|(?P<shape>\[[\d,]+\])<=(?P<iota>\[[\d,]+\](?:T\([\d,]+\))?)|"
+    r"mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<order>[^{]*)\))? \{(?P<axes>[^}]*)\})"
+)
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
+_MOVES = (  # what hands on an array as it is, or part of it
+    "copy", "copy-start", "copy-done", "bitcast", "convert", "transpose", "reshape", "dynamic-slice", "slice",
+    "slice-start", "slice-done", "optimization-barrier", "async-start", "async-done", "collective-permute",
+)  # fmt: skip
+
 Shape = tuple[int, ...]
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}  # others say it: f32, s8, u4, c64, f8e4m3fn
+
+
+def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
+    """Returns the bytes of arrays of these dtypes and shapes, unpadded."""
+    bits = 0
+    for dtype, shape in types:
+        width = re.search(r"\d+", dtype)
+        bits += math.prod(shape) * _BITS.get(dtype, int(width.group()) if width else 0)
+    return -(-bits // 8)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of the Python stack that traced an instruction."""
+
+    function: str  # qualified: "Attention.heads"
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A computation that the schedule runs, by itself or for a loop or branch."""
+
+    computation: str
+    times: int  # per run of the program; loops of unknown length count once
+    loops: tuple[str, ...]  # the names of the `while`s around it, outermost first
+    certain: bool  # False inside a loop of unknown length
 
 
 @dataclass(frozen=True)
@@ -45,10 +96,17 @@ class Instruction:
         return self._split[1]
 
     @property
+    def types(self) -> list[tuple[str, Shape]]:
+        """The dtype and shape of the result; several for a tuple."""
+        return [
+            (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+            for dtype, dims in _SHAPE.findall(self._split[0])
+        ]
+
+    @property
     def shapes(self) -> list[Shape]:
         """The shape of the result; several for a tuple."""
-        found = _SHAPE.findall(self._split[0])
-        return [tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim) for dims in found]
+        return [shape for _, shape in self.types]
 
     @property
     def shape(self) -> Shape:
@@ -61,9 +119,38 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", self._split[2])
 
     @property
+    def parameter_number(self) -> int:
+        """Which parameter of its computation a parameter is."""
+        return int(self._split[2].strip(")"))
+
+    @property
     def attributes(self) -> str:
         """Everything after the operands: dimension numbers, calls, metadata, backend_config."""
         return self._split[3]
+
+    @property
+    def cycles(self) -> int:
+        """What the TPU compiler thinks it takes; 0 on kernels, collectives and other platforms."""
+        found = _CYCLES.search(self.text)
+        cycles = int(found.group(1)) if found else 0
+        return cycles if cycles < _NOT_CYCLES else 0
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX transformations and primitives that it came from, or ""."""
+        found = _OP_NAME.search(self.text)
+        return found.group(1) if found else ""
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The first group of devices that a collective spans, as ids of the executable; () is all.
+
+        Of a permute a sender and its receiver.
+        """
+        if pairs := _PAIRS.search(self.attributes):
+            return _first_route(pairs.group(1))
+        found = _GROUPS.search(self.attributes)
+        return _first_group(found.group()) if found else ()
 
     def value(self, name: str) -> str:
         """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if absent."""
@@ -85,18 +172,124 @@ class Module:
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)  # by name, of stack frames
 
     def trip_count(self, loop: Instruction) -> int | None:
         """Returns how often a `while` runs, or None if that is unknown.
 
         Source: known_trip_count of its backend_config; TPU programs have none, there the largest
-        integer constant of the condition is the limit of the loop that jax made of a scan.
+        integer constant of the condition is the limit of the loop that jax made of a scan. One whose
+        first iteration was peeled off starts at 1.
         """
         if found := _TRIPS.search(loop.attributes):
             return int(found.group(1))
         (condition,) = loop.called("condition")
         texts = (instruction.text for instruction in self._reachable(condition))
-        return max((int(match.group(1)) for t in texts if (match := _INTEGER.search(t))), default=None)
+        limits = [int(match.group(1)) for t in texts if (match := _INTEGER.search(t))]
+        return max(0, max(limits) - self._first(loop, condition)) if limits else None
+
+    def _first(self, loop: Instruction, condition: str) -> int:
+        """Returns the number that a loop counts from; 0 if that cannot be seen."""
+        around = self.computations[self._callers[loop.called("body")[0]][0]]
+        counters = [s for s in self.computations[condition].values() if s.opcode == "get-tuple-element"]
+        step = around.get(loop.operands[0])
+        if len(counters) == 1 and step is not None and step.opcode == "tuple":
+            step = around.get(step.operands[int(counters[0].value("index"))])
+            while step is not None and step.opcode in _MOVES:
+                step = around.get(step.operands[0])
+            if step is not None and (found := _INTEGER.search(step.text)):
+                return int(found.group(1))
+        return 0
+
+    def runs(self, start: str = "") -> list[Run]:
+        """Returns the computations whose instructions the schedule runs one by one, entry first.
+
+        Into loops (not their conditions), calls and the branch of a conditional that has the most
+        cycles; not into fusions, whose cost stands at the fusion, and what other threads run.
+        """
+        return list(self._runs(Run(start or self.entry, 1, (), True)))
+
+    def _runs(self, run: Run) -> Iterator[Run]:
+        yield run
+        for step in self.computations[run.computation].values():
+            opcode = step.opcode
+            if opcode == "while":
+                trips = self.trip_count(step)
+                inner = (run.times * (trips or 1), (*run.loops, step.name), run.certain and trips is not None)
+                yield from self._runs(Run(step.called("body")[0], *inner))
+            elif opcode == "conditional":
+                yield from self._runs(replace(run, computation=max(step.called(*BRANCHES), key=self.cycles)))
+            elif opcode == "call":
+                yield from self._runs(replace(run, computation=step.called("to_apply")[0]))
+
+    def cycles(self, computation: str) -> int:
+        """Returns the estimated cycles of a computation, loops and the dearest branches included."""
+        runs = self.runs(computation)
+        return sum(
+            run.times * sum(step.cycles for step in self.computations[run.computation].values())
+            for run in runs
+        )
+
+    def stack(self, instruction: Instruction) -> list[Frame]:
+        """Returns the Python stack that traced it, innermost first; [] if none is recorded."""
+        found = _FRAME.search(instruction.text)
+        frames: list[Frame] = []
+        frame = int(found.group(1)) if found else 0
+        while row := self.tables.get("StackFrames", {}).get(frame):
+            place, parent = _numbers(row)
+            file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
+            names = self.tables["FunctionNames"][function], self.tables["FileNames"][file]
+            frames.append(Frame(names[0].strip('"'), names[1].strip('"'), line))
+            frame = parent - 1  # 1 is "none"
+        return frames
+
+    @cached_property
+    def _callers(self) -> dict[str, tuple[str, Instruction]]:
+        """Of each loop's body: the computation around it and the loop."""
+        return {
+            step.called("body")[0]: (name, step)
+            for name, steps in self.computations.items()
+            for step in steps.values()
+            if " while(" in step.text
+        }
+
+    def origin(self, computation: str, name: str, depth: int = 64) -> Instruction | None:
+        """Returns the parameter of the program that an array is, slices and casts apart, or None."""
+        steps = self.computations[computation]
+        step, index = steps.get(name), None
+        if step is None or depth == 0:
+            return None
+        if step.opcode == "parameter":
+            return step if computation == self.entry else None
+        if step.opcode == "get-tuple-element":
+            index, step = int(step.value("index")), steps[step.operands[0]]
+            if step.opcode == "parameter" and computation in self._callers:
+                computation, loop = self._callers[computation]
+                step = self.computations[computation][loop.operands[0]]
+            elif step.opcode == "while":  # what goes round unchanged
+                step = steps[step.operands[0]]
+            if step.opcode == "tuple":
+                return self.origin(computation, step.operands[index], depth - 1)
+        return self.origin(computation, self._handed_on(step, index), depth - 1)
+
+    def _handed_on(self, step: Instruction, index: int | None) -> str:
+        """Returns the operand that (the index-th part of) a result is, or ""."""
+        if step.opcode in _MOVES or 'custom_call_target="ConcatBitcast"' in step.text:
+            return next(iter(step.operands), "")
+        if step.opcode == "dynamic-update-slice":  # a shard into zeros: so all-reduce can gather
+            return step.operands[1]
+        if step.opcode != "fusion":
+            return ""
+        inside = self.computations[step.called("calls")[0]]
+        inner = list(inside.values())[-1]  # the root
+        if inner.opcode == "tuple" and index is not None:
+            inner = inside[inner.operands[index]]
+        while inner.opcode != "parameter":
+            source = self._handed_on(inner, None)
+            if source not in inside:
+                return ""
+            inner = inside[source]
+        return step.operands[inner.parameter_number]
 
     def _reachable(self, computation: str) -> Iterator[Instruction]:
         for instruction in self.computations[computation].values():
@@ -112,14 +305,75 @@ def parse(text: str) -> Module:
       ValueError: the text has no ENTRY computation.
     """
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, current = "", None
+    tables: dict[str, dict[int, str]] = {}
+    entry, current, table = "", None, None
+    last = ""  # the instruction that a line which is none goes on with
     for line in text.splitlines():
-        if line[:1] not in ("", " ", "}"):
-            found = _COMPUTATION.match(line)
-            current = computations.setdefault(found.group(2), {}) if found else None
-            entry = found.group(2) if found and found.group(1) else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            current[found.group(1)] = Instruction(found.group(1), found.group(2))
+        if line[:1] == " " and current is not None and (found := _INSTRUCTION.match(line)):
+            last = found.group(1)
+            current[last] = Instruction(last, found.group(2))
+        elif line == "}":
+            current, last = None, ""
+        elif current is not None and last:
+            current[last] = Instruction(last, f"{current[last].text} {line}")
+        elif table is not None and (found := _ROW.match(line)):
+            table[int(found.group(1))] = found.group(2)
+        elif line in _TABLES:
+            table = tables.setdefault(line, {})
+        elif line[:1] not in ("", " ", "}") and (found := _COMPUTATION.match(line)):
+            current = computations.setdefault(found.group(2), {})
+            entry = found.group(2) if found.group(1) else entry
     if not entry:
         raise ValueError("HLO text has no ENTRY computation; pass the text of compiled.as_text()")
-    return Module(computations, entry)
+    return Module(computations, entry, tables)
+
+
+def _numbers(row: str) -> list[int]:
+    """Returns the numbers of a row {file_location_id=1 parent_frame_id=1}, in order."""
+    return [int(number) for number in re.findall(r"=(\d+)", row)]
+
+
+@lru_cache(maxsize=4096)
+def _first_group(text: str) -> tuple[int, ...]:
+    """Returns the first of the groups that replica_groups lists in one of its forms; () for all."""
+    found = _GROUPS.match(text)
+    assert found is not None, text
+    if found["lists"]:
+        return tuple(map(int, re.findall(r"\d+", found["lists"].split("}")[0])))
+    if found["shape"]:
+        _, size = re.findall(r"\d+", found["shape"])
+        return tuple(map(int, _order(found["iota"])[: int(size)]))
+    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
+    order = _order(found["order"]) if found["order"] else np.arange(math.prod(sizes.values()))
+    grid, chosen = order.reshape(tuple(sizes.values())), _chosen(found["axes"])
+    for position, (axis, size) in enumerate(sizes.items()):
+        if axis not in chosen:
+            grid = grid.take([0], axis=position)
+        elif part := chosen[axis]:  # "axis":(before)size is a part of the axis
+            stride = size // part[0] // part[1]
+            grid = grid.take([i * stride for i in range(part[1])], axis=position)
+    return tuple(map(int, grid.ravel()))
+
+
+def _chosen(text: str) -> dict[str, tuple[int, int] | None]:
+    """Returns the axes of {'a','b':(2)4}, and of a part of one what is before it and its size."""
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", text)
+    return {axis: (int(before), int(size)) if size else None for axis, before, size in parts}
+
+
+def _order(text: str) -> np.ndarray:
+    """Returns the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
+    dims, _, permutation = text.partition("T")
+    numbers = [int(n) for n in re.findall(r"\d+", dims)]
+    if "[" not in dims:
+        return np.array(numbers)
+    order = [int(n) for n in re.findall(r"\d+", permutation)] or range(len(numbers))
+    return np.arange(math.prod(numbers)).reshape(numbers).transpose(order).ravel()
+
+
+@lru_cache(maxsize=4096)
+def _first_route(pairs: str) -> tuple[int, ...]:
+    """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different devices."""
+    numbers = [int(n) for n in re.findall(r"\d+", pairs)]
+    moves = [pair for pair in zip(numbers[::2], numbers[1::2], strict=True) if pair[0] != pair[1]]
+    return moves[0] if moves else tuple(numbers[:1])
