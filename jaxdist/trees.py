@@ -76,26 +76,6 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def restore_like(tree: Any, names: Mapping[str, Any]) -> Any:
-    """Returns a tree of the structure of `tree` with the leaves of `names`.
-
-    Raises:
-      ValueError: a name is missing or not in the tree; all of them are listed.
-    """
-    wanted = flatten_names(tree)
-    faults = [f"missing: {name}" for name in wanted if name not in names]
-    faults += [f"unexpected: {name}" for name in names if name not in wanted]
-    if faults:
-        raise ValueError("the names do not fit the tree:\n" + "\n".join(faults))
-    structure = tree_util.tree_structure(tree)
-    return tree_util.tree_unflatten(structure, [names[name] for name in wanted])
-
-
-def tree_count(tree: Any) -> int:
-    """Returns the number of elements over all leaves (arrays, abstract arrays or scalars)."""
-    return sum(math.prod(np.shape(leaf)) for leaf in tree_util.tree_leaves(tree))
-
-
 def tree_bytes(tree: Any) -> int:
     """Returns the bytes of all leaves, each counted once (global shapes, not per device)."""
     leaves = tree_util.tree_leaves(tree)

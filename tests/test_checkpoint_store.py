@@ -25,7 +25,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdist.checkpoint import config as config_lib
 from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import layout
+from jaxdist.checkpoint import integrity, layout
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
@@ -103,6 +103,12 @@ def save_and_wait(store: CheckpointStore, step: int, state: Any, **metadata: Any
     return result
 
 
+def names(folder: Path) -> list[str]:
+    """Return what is in a folder of checkpoints, but for the run's identity."""
+    found = sorted(path.name for path in folder.iterdir())
+    return [name for name in found if name != integrity.IDENTITY]
+
+
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:
     """Save a different state for each step and return them."""
     states = {step: make_state(mesh_of(4, 2), seed=step) for step in steps}
@@ -159,13 +165,13 @@ def test_state_and_metadata_are_one_unit_readable_without_a_device(tmp_path):
     info = folders.read_step(tmp_path, 1)
     assert info.metadata == {"data": 1}
     assert info.arrays == layout.describe(layout.to_canonical(states[1]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
+    assert names(tmp_path) == ["1"]
 
 
 def test_imports_stay_light():
     code = """
         import sys
-        import jaxdist.checkpoint.folder, jaxdist.checkpoint.config
+        import jaxdist.checkpoint.folder, jaxdist.checkpoint.config, jaxdist.checkpoint.integrity
         assert "jax" not in sys.modules, "jax"
         import jaxdist.checkpoint.layout, jaxdist.checkpoint.store
         assert "jax" in sys.modules
@@ -207,10 +213,22 @@ def test_saves_are_due_by_steps_time_and_at_the_end(tmp_path, fields, due):
 
 def test_a_failed_save_is_due_again_at_the_end(tmp_path):
     with CheckpointStore(tmp_path, CheckpointConfig(every_steps=1)) as store:
-        (tmp_path / "2").write_text("in the way")
         assert store.should_save(2, 0.0)
+        finish = store._backend.finish
+        store._backend.finish = lambda: (finish(), (tmp_path / "2" / "state" / "x").write_text(0))
         assert not save_and_wait(store, 2, {"x": jnp.ones(2)}).ok
+        assert names(tmp_path) == []
         assert store.should_save(2, 1.0, last=True)
+        store._backend.finish = finish
+        assert save_and_wait(store, 2, {"x": jnp.ones(2)}).ok
+        assert not store.should_save(2, 1.0, last=True)
+
+
+def test_a_run_that_is_stopped_saves_even_if_its_end_would_not(tmp_path):
+    config = CheckpointConfig(every_steps=0, save_at_end=False)
+    with CheckpointStore(tmp_path, config) as store:
+        assert not store.should_save(2, 0.0, last=True)
+        assert store.should_save(2, 0.0, last=True, stopped=True)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +253,7 @@ def test_which_steps_expire(steps, newest, keep_last, keep_every, doomed):
 def test_keep_last_and_keep_every_together(tmp_path):
     saved(tmp_path, [2, 4, 5, 6, 8, 9], keep_last=2, keep_every=4)
     assert folders.list_steps(tmp_path) == [4, 8, 9]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8", "9"]
+    assert names(tmp_path) == ["4", "8", "9"]
 
 
 def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
@@ -246,16 +264,18 @@ def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
         store.restore(abstract_on(mesh_of(1, 1), states[1]))
         assert set(store.bad_steps) == {2, 3}
         assert save_and_wait(store, 4, states[1]).ok
-    assert folders.list_steps(tmp_path) == [1, 2, 3, 4]
+    assert folders.list_steps(tmp_path) == [1, 4]
+    assert names(folders.quarantine_folder(tmp_path)) == ["2", "2.json", "3", "3.json"]
 
 
 def test_faults_of_a_config_are_all_named():
     assert config_lib.faults(CheckpointConfig()) == []
-    bad = CheckpointConfig(every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, timeout_s=0)
-    names = [line.split("=")[0] for line in config_lib.faults(bad)]
-    assert names == [
-        f"checkpoint.{n}" for n in ("every_steps", "every_minutes", "keep_last", "keep_every", "timeout_s")
-    ]
+    bad = CheckpointConfig(
+        every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, patience_s=-1, timeout_s=0
+    )  # fmt: skip
+    found = [line.split("=")[0] for line in config_lib.faults(bad)]
+    wrong = "every_steps every_minutes keep_last keep_every patience_s timeout_s"
+    assert found == [f"checkpoint.{name}" for name in wrong.split()]
 
 
 # ---- what is reported
@@ -280,6 +300,39 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path):
     assert folders.list_steps(tmp_path) == [2, 3]
 
 
+def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
+    state = make_state(mesh_of(4, 2))
+    with CheckpointStore(tmp_path, CheckpointConfig(patience_s=0.05, every_steps=1)) as store:
+        gate, finish = threading.Event(), store._backend.finish
+        store._backend.finish = lambda: (gate.wait(), finish())
+        store.save(2, state, {})
+        for step in (3, 4):
+            assert store.should_save(step, 0.0)
+            store.save(step, state, {})
+            (left_out,) = store.poll()
+            assert (left_out.step, left_out.ok) == (step, False)
+            assert "still being written" in str(left_out.error)
+        threading.Timer(0.2, gate.set).start()
+        assert store.should_save(4, 0.0, last=True)
+        store.save(4, state, {}, wait=True)
+        store.wait()
+        assert [(result.step, result.ok) for result in store.poll()] == [(2, True), (4, True)]
+    assert names(tmp_path) == ["2", "4"]
+
+
+def test_a_stuck_disk_does_not_hold_the_end_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxdist.checkpoint.store._GRACE_S", 0.05)
+    store = CheckpointStore(tmp_path, CheckpointConfig(timeout_s=1))
+    gate = threading.Event()
+    store._backend.finish = gate.wait
+    store.save(2, {"x": jnp.ones(2)}, {})
+    store.save(3, {"x": jnp.ones(2)}, {}, wait=True)
+    assert not store.wait()
+    assert [(result.step, result.ok) for result in store.poll()] == [(3, False)]
+    store.close()
+    gate.set()
+
+
 def test_a_full_disk_is_reported_and_saving_recovers(tmp_path):
     state = make_state(mesh_of(4, 2), width=128)
     with CheckpointStore(tmp_path, CheckpointConfig()) as store:
@@ -297,7 +350,7 @@ def test_a_full_disk_is_reported_and_saving_recovers(tmp_path):
         assert "File too large" in str(failed.error) and len(str(failed.error)) < 400
         assert store.steps() == [1]
         assert save_and_wait(store, 3, state).ok
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    assert names(tmp_path) == ["1", "3"]
 
 
 def test_saving_a_step_that_exists_is_an_error_and_changes_nothing(tmp_path):
@@ -312,7 +365,7 @@ def test_metadata_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
     with CheckpointStore(tmp_path, CheckpointConfig()) as store:
         with pytest.raises(TypeError, match="not JSON serializable"):
             store.save(1, {"x": jnp.ones(2)}, {"position": np.int64(3)})
-        assert list(tmp_path.iterdir()) == []
+        assert names(tmp_path) == []
 
 
 def test_a_reader_changes_nothing(tmp_path):
@@ -320,13 +373,13 @@ def test_a_reader_changes_nothing(tmp_path):
     running = tmp_path / "2.orbax-checkpoint-tmp"
     running.mkdir()
     with CheckpointStore(tmp_path, CheckpointConfig(), mode="read") as store:
-        assert store.latest() == 1
+        assert store.steps() == [1]
         assert_bitwise(store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1])
         with pytest.raises(ValueError, match="opened to read"):
             store.save(2, states[1], {})
     assert running.exists()
     with CheckpointStore(tmp_path / "absent", CheckpointConfig(), mode="read") as store:
-        assert (store.steps(), store.latest()) == ([], None)
+        assert store.steps() == []
     assert not (tmp_path / "absent").exists()
 
 
@@ -334,12 +387,17 @@ def test_a_reader_changes_nothing(tmp_path):
 
 
 def test_leftovers_are_cleaned_but_only_ours(tmp_path):
-    ours = ["3.orbax-checkpoint-tmp", "2.deleted.orbax-checkpoint-tmp"]
-    others = ["notes", "x.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp.bak", "4.tmp"]
+    saved(tmp_path, [1])
+    ours = ["3.orbax-checkpoint-tmp", "2"]  # 2 is marked as unfinished
+    others = ["notes", "x.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp.bak", "4.tmp", "5"]
     for name in ours + others:
         (tmp_path / name / "inner").mkdir(parents=True)
+    for step in (1, 2, 3):  # 1: it died between the last two files of a save
+        folders.begin_save(tmp_path, step)
+    assert folders.torn_steps(tmp_path) == [5]
     CheckpointStore(tmp_path, CheckpointConfig()).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+    assert names(tmp_path) == sorted([*others, "1"])
+    assert folders.list_steps(tmp_path) == [1]
 
 
 def _truncate(path: Path) -> None:
@@ -369,9 +427,12 @@ def test_a_damaged_newest_step_gives_way_to_an_older_one(tmp_path, damage):
         assert restored.metadata == {"data": 1}
         assert_bitwise(restored.state, states[1])
         assert list(store.bad_steps) == [2] and len(store.bad_steps[2]) < 700
+        store_reason = store.bad_steps[2]
         # Training goes on from step 1 and reaches the damaged step again.
         assert save_and_wait(store, 2, states[2], data=2).ok
-        assert (tmp_path / "2.unusable").is_dir()
+        aside = folders.quarantine_folder(tmp_path)
+        assert names(aside) == ["2", "2.json"]
+        assert json.loads((aside / "2.json").read_text())["reason"] == store_reason
         assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[2])).state, states[2])
 
 
@@ -383,8 +444,9 @@ def test_when_no_step_is_usable_each_one_is_named(tmp_path):
         with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
             store.restore(abstract_on(mesh_of(1, 1), states[1]))
     assert list(caught.value.steps) == [3, 2, 1]
-    assert "is incomplete" in caught.value.steps[3]
-    assert "is not readable" in caught.value.steps[2]
+    assert "manifest.json is missing" in caught.value.steps[3]
+    assert "metadata/metadata has" in caught.value.steps[2]
+    assert folders.torn_steps(tmp_path) == [3] and folders.list_steps(tmp_path) == [1, 2]
     assert all(f"step {step}: " in str(caught.value) for step in (1, 2, 3))
 
 
@@ -443,10 +505,10 @@ def test_a_kill_in_mid_save_leaves_the_older_step(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     died = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert died.returncode == -signal.SIGKILL, died.stderr
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["1", "2.orbax-checkpoint-tmp"]  # it did die in the middle of the save
+    # It did die in the middle of the save.
+    assert names(tmp_path) == ["1", "2.orbax-checkpoint-tmp", "2.unfinished"]
     with CheckpointStore(tmp_path, CheckpointConfig()) as store:
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
+        assert names(tmp_path) == ["1"]
         restored = store.restore({"x": jnp.zeros(8)})
         assert restored.metadata == {"data": 1}
         assert_bitwise(restored.state, {"x": jnp.arange(8.0)})
@@ -461,6 +523,10 @@ WORKER = """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint import integrity
+    from jaxdist.checkpoint.folder import CheckpointError
+    from pathlib import Path
+    from jax.experimental import multihost_utils
 
     assert (jax.process_count(), jax.device_count()) == (2, 4)
 
@@ -492,6 +558,25 @@ WORKER = """
         restored = store.restore(target)
         assert restored.metadata == {"data": 2}
         assert list(store.bad_steps) == [9, 3], store.bad_steps
+        if rank == 0:
+            assert sorted(os.listdir(f"{folder}/quarantine")) == ["3", "3.json", "9", "9.json"]
+            # A bit of a file that process 1 checks: both processes must pass over the step.
+            files = sorted(integrity.read_manifest(Path(folder) / "2").files)
+            file = Path(folder) / "2" / files[1]
+            file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+        multihost_utils.sync_global_devices("damaged")
+        store.bad_steps.clear()
+        try:
+            store.restore(target)
+        except CheckpointError as error:
+            assert list(error.steps) == [2] and "process 1: " in error.steps[2], error
+        else:
+            raise AssertionError("the damage went unseen")
+        store.save(3, state, {"data": 3})
+        store.wait()
+        assert store.poll()[0].ok
+        if rank == 0:
+            file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
         for name, array in restored.state.items():
             assert array.sharding == target[name].sharding
             for shard in array.addressable_shards:
@@ -523,6 +608,6 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
     target = {"w": jnp.zeros((8, 8)), "step": jnp.int32(0)}
     with CheckpointStore(tmp_path, CheckpointConfig(), mode="read") as store:
         restored = store.restore(target)
-    assert restored.metadata == {"data": 2}
+    assert restored.metadata == {"data": 3}
     want = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "step": np.int32(7)}
     assert_bitwise(restored.state, want)

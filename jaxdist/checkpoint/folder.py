@@ -2,14 +2,20 @@
 
     <folder>/<step>/state/...            the arrays, written by Orbax (OCDBT, zarr)
     <folder>/<step>/metadata/metadata    JSON: format, step, arrays {name: dtype, shape}, run {...}
-    <folder>/<step>.orbax-checkpoint-tmp a save that has not been committed (yet)
+    <folder>/<step>/manifest.json        checksums of all files (see `integrity`); written last
+    <folder>/<step>.unfinished           a marker: this step is being written or deleted
+    <folder>/<step>.orbax-checkpoint-tmp what Orbax has not committed (yet)
+    quarantine/<step>/, <step>.json      a step that cannot be trusted, and the reason
 
-A step is committed by one rename, so both items appear together or not at all. Nothing here needs
-jax, Orbax or a device.
+A step counts from the moment its manifest is there. Until then the marker tells a save that died,
+which is deleted, from a step that someone or something has damaged. No rename of ours is needed,
+so that object stores (gs://) work alike. Nothing here needs jax, Orbax or a device.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import time
@@ -17,12 +23,19 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
+from jaxdist import extras
+
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
 METADATA_ITEM = "metadata"
+MANIFEST = "manifest.json"
+QUARANTINE = "quarantine"
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
-# Only what Orbax (or `remove_step`) leaves for steps of ours: a user's own files stay.
-_LEFTOVER = re.compile(r"\d+(\.deleted)?\.orbax-checkpoint-tmp")
+_MARKER = ".unfinished"
+# Only what Orbax leaves for steps of ours: a user's own files stay.
+_LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 10, 0.1
 
@@ -58,22 +71,70 @@ class StepInfo:
     metadata: dict[str, Any]
 
 
+def as_path(folder: Path | str) -> Path:
+    """Returns an absolute path, or for "gs://..." one of the same methods.
+
+    Raises:
+      extras.MissingExtra: what reads such a path is not installed.
+    """
+    text = os.fspath(folder)
+    if "://" not in text:
+        return Path(text).absolute()
+    extras.require("gcsfs")
+    return epath.Path(text)
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Returns where the checkpoint of `step` is or would be."""
     return folder / str(step)
 
 
+def present_path(folder: Path, step: int) -> Path:
+    """Returns where the checkpoint of `step` is.
+
+    Raises:
+      CheckpointError: nothing is there.
+    """
+    path = step_path(folder, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, list_steps(folder))) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {there}")
+    return path
+
+
+def quarantine_folder(folder: Path) -> Path:
+    """Returns where untrusted steps go: beside a workdir's `checkpoints`, else inside."""
+    return (folder.parent if folder.name == "checkpoints" else folder) / QUARANTINE
+
+
 def list_steps(folder: Path) -> list[int]:
     """Returns the committed steps, ascending; [] if the folder does not exist.
 
-    Only the presence of both items is looked at, not their content.
+    Only the presence of both items and of the manifest is looked at, not their content.
     """
     return [step for step in _numbered(folder) if _is_whole(step_path(folder, step))]
 
 
 def torn_steps(folder: Path) -> list[int]:
-    """Returns the step folders that lack an item (damaged by hand or by the disk), ascending."""
-    return [step for step in _numbered(folder) if not _is_whole(step_path(folder, step))]
+    """Returns the step folders that lack a part (damaged by hand or by the disk), ascending."""
+    torn = [step for step in _numbered(folder) if not _is_whole(step_path(folder, step))]
+    return [step for step in torn if not _marker(folder, step).exists()]
+
+
+def all_steps(folder: Path) -> list[int]:
+    """Returns the committed and the torn steps, ascending."""
+    return sorted(list_steps(folder) + torn_steps(folder))
+
+
+def has_steps(folder: Path) -> bool:
+    """Returns whether a run has saved here, however damaged that may be by now.
+
+    Also if all that is left is in quarantine: a run must not begin anew where one has been.
+    """
+    if all_steps(folder):
+        return True
+    aside = quarantine_folder(folder)
+    return aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
 
 
 def _numbered(folder: Path) -> list[int]:
@@ -84,7 +145,18 @@ def _numbered(folder: Path) -> list[int]:
 
 
 def _is_whole(path: Path) -> bool:
-    return (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
+    whole = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
+    return whole and (path / MANIFEST).is_file()
+
+
+def _marker(folder: Path, step: int) -> Path:
+    return folder / f"{step}{_MARKER}"
+
+
+def file_bytes(path: Path) -> int:
+    """Returns the size of a file, here or in an object store."""
+    found: Any = path.stat()
+    return found.length if hasattr(found, "length") else found.st_size
 
 
 def describe(step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, Any]) -> dict:
@@ -109,12 +181,9 @@ def read_step(folder: Path, step: int) -> StepInfo:
     Raises:
       CheckpointError: the step is absent, torn, of an unknown format or not what it claims to be.
     """
-    path = step_path(folder, step)
-    if not path.is_dir():
-        there = ", ".join(map(str, list_steps(folder))) or "none"
-        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {there}")
+    path = present_path(folder, step)
     if not _is_whole(path):
-        raise CheckpointError(f"{path} is incomplete: {_METADATA_FILE} or {STATE_ITEM}/ is missing")
+        raise CheckpointError(f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}")
     try:
         document = json.loads((path / _METADATA_FILE).read_text(encoding="utf-8"))
         found = document["format"], document["step"]
@@ -143,11 +212,22 @@ def expired(steps: Collection[int], *, newest: int, keep_last: int, keep_every: 
     return [step for step in past if step not in recent and not (keep_every and step % keep_every == 0)]
 
 
+def begin_save(folder: Path, step: int) -> None:
+    """Mark `step` as being written; what is there without the marker was once finished."""
+    _marker(folder, step).write_text("")  # no bytes, so that it fits on a full disk
+
+
+def end_save(folder: Path, step: int) -> None:
+    """Take the mark of `begin_save` away, once the manifest is written."""
+    _marker(folder, step).unlink()
+
+
 def remove_step(folder: Path, step: int) -> None:
-    """Delete the checkpoint of `step`: renamed first, so that no half-deleted step is ever seen."""
-    doomed = folder / f"{step}.deleted.orbax-checkpoint-tmp"
-    step_path(folder, step).rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete the checkpoint of `step`; should this be interrupted, `remove_leftovers` goes on."""
+    begin_save(folder, step)
+    (step_path(folder, step) / MANIFEST).unlink()
+    _remove_tree(step_path(folder, step))
+    end_save(folder, step)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
@@ -157,27 +237,76 @@ def remove_leftovers(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         return []
-    names = sorted(path.name for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
-    for name in names:
-        _remove_busy(folder / name)
-    return names
+    entries = sorted(folder.iterdir())
+    doomed = [path for path in entries if _LEFTOVER.fullmatch(path.name)]
+    markers = [path for path in entries if path.suffix == _MARKER and path.stem.isdecimal()]
+    steps = [folder / marker.stem for marker in markers]
+    doomed += [step for step in steps if step.exists() and not (step / MANIFEST).exists()]
+    for path in doomed:
+        _remove_busy(path)
+    for marker, step in zip(markers, steps, strict=True):
+        if not step.exists() or (step / MANIFEST).exists():
+            marker.unlink()
+    return [path.name for path in doomed]
 
 
 def _remove_busy(path: Path) -> None:
     # When one file of a save fails, writers of the others go on for a moment and add files. What
     # they still manage to leave is deleted before the next save.
     for _ in range(_REMOVE_TRIES):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove_tree(path)
         if not path.exists():
             return
         time.sleep(_REMOVE_PAUSE_S)
 
 
-def set_aside(folder: Path, step: int) -> Path:
-    """Rename the unusable checkpoint of `step` to `<step>.unusable[-n]` and return the new path."""
-    target, number = folder / f"{step}.unusable", 1
+def _remove_tree(path: Path) -> None:
+    if isinstance(path, Path):
+        shutil.rmtree(path)
+    else:
+        path.rmtree()
+
+
+def quarantine(folder: Path, step: int, reason: str) -> Path:
+    """Move what is at `step`'s place to the quarantine folder, with the reason; returns where to.
+
+    Raises:
+      OSError: it cannot be moved.
+    """
+    place = quarantine_folder(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    target, number = place / str(step), 1
     while target.exists():
         number += 1
-        target = folder / f"{step}.unusable-{number}"
-    step_path(folder, step).rename(target)
+        target = place / f"{step}-{number}"
+    source, note = step_path(folder, step), target.with_name(f"{target.name}.json")
+    document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
+    if isinstance(source, Path):
+        shutil.move(source, target)  # also to another disk; first, as a full one takes no note
+    write_whole(note, json.dumps(document, indent=1) + "\n")
+    if not isinstance(source, Path):
+        source.rename(target)  # last: in an object store the note is what makes the folder be
     return target
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all, and through to the disk."""
+    if not isinstance(path, Path):  # an object store: one put is atomic
+        path.write_text(text)
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,7 +5,9 @@ steps, refuses (returns False) steps below its newest even when that one is dama
 layout from the newest folder. Which steps exist and which are deleted is decided in `store.py`.
 """
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ from jaxdist.checkpoint.folder import METADATA_ITEM, STATE_ITEM
 # Below this many bytes the replicas of an array are not split over the processes that write it:
 # each split compiles a slice for each device, at the first save, while training waits.
 _SPLIT_BYTES = 1 << 20
+_MAX_ERRORS = 32  # that one save can leave behind
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # Orbax logs the error of its thread with a traceback, and raises it for us to report.
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+logging.getLogger("absl").addFilter(_is_news)
 
 
 def _type_handlers() -> Any:
@@ -56,11 +67,27 @@ class OrbaxBackend:
             STATE_ITEM: ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
             METADATA_ITEM: ocp.args.JsonSave(dict(document)),
         }
-        self._checkpointer.save(path.absolute(), args=ocp.args.Composite(**items))
+        with self._drained_on_error():
+            self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def finish(self) -> None:
         """Wait until the running write is committed; raises its error, if any."""
-        self._checkpointer.wait_until_finished()
+        with self._drained_on_error():
+            self._checkpointer.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _drained_on_error(self) -> Iterator[None]:
+        """Lets all writers of a failed save end, and takes their errors: else the next save has them."""
+        try:
+            yield
+        except Exception:
+            for _ in range(_MAX_ERRORS):
+                try:
+                    self._checkpointer.wait_until_finished()
+                    break
+                except Exception:  # one of those that are left; the first is what counts
+                    continue
+            raise
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Returns the named arrays of a step, each read into the sharding of its abstract array.
@@ -78,7 +105,7 @@ class OrbaxBackend:
             partial_restore=True,  # which arrays there must be is checked before
         )
         # Always Composite: with other arguments Orbax guesses the layout from what it finds.
-        restored = self._checkpointer.restore(path.absolute(), args=ocp.args.Composite(**{STATE_ITEM: item}))
+        restored = self._checkpointer.restore(path, args=ocp.args.Composite(**{STATE_ITEM: item}))
         return trees.flatten_names(restored[STATE_ITEM])
 
     def close(self) -> None:

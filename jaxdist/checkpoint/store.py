@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,16 +19,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdist import extras, trees
+from jaxdist.checkpoint import fingerprint, integrity, layout
 from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint.integrity import Manifest
 
 # With several processes, process 0's clock decides for all; asking it costs a collective, so the
 # time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
 _MAX_CANDIDATES = 64  # newest steps that `restore` tries; fixed, as it is the shape of a broadcast
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
+_GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
+_REASON_BYTES = 512  # of a reason that processes tell each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,10 @@ class CheckpointStore:
     """Saves and restores states under `folder/<step>/`.
 
     With several processes each makes the same calls in the same order (`save`, `restore` and
-    `should_save` communicate); process 0 alone deletes. One store may write to a folder at a time:
-    with mode "write" the leftovers of dead saves are deleted here. Mode "read" changes nothing.
-    Always `close` (or use `with`): a save that still runs when the interpreter ends is lost.
+    `should_save` communicate); process 0 alone seals, deletes and moves. One store may write to a
+    folder at a time: with mode "write" the leftovers of dead saves are deleted here. Mode "read"
+    changes nothing. Always `close` (or use `with`): a save that still runs when the interpreter
+    ends is lost.
     """
 
     def __init__(
@@ -79,7 +84,12 @@ class CheckpointStore:
         mode: Literal["write", "read"] = "write",
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.folder = Path(folder).absolute()
+        """Opens the folder; with mode "write" makes it.
+
+        Raises:
+          CheckpointError: the folder cannot be written.
+        """
+        self.folder = folders.as_path(folder)
         self.config = config
         self.mode = mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
@@ -89,33 +99,47 @@ class CheckpointStore:
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
-        if mode == "write" and jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            folders.remove_leftovers(self.folder)
+        self._run: str | None = None  # identity of the run; process 0 knows it
+        if jax.process_index() == 0:
+            self._open()
+
+    def _open(self) -> None:
+        writes = self.mode == "write"
+        try:
+            if writes:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                folders.remove_leftovers(self.folder)
+            self._run = integrity.identity(self.folder, create=writes)
+        except OSError as error:
+            raise _wrap(f"{self.folder} cannot be written", error) from error
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as they are on disk now."""
         return folders.list_steps(self.folder)
 
-    def latest(self) -> int | None:
-        """Returns the newest committed step, or None."""
-        return max(self.steps(), default=None)
+    def prepare(self, abstract_state: Any) -> None:
+        """Compile what saves and restores compute, so that the first does not wait for it."""
+        fingerprint.prepare(layout.to_canonical(abstract_state))
 
-    def should_save(self, step: int, now: float, *, last: bool = False) -> bool:
+    def should_save(self, step: int, now: float, *, last: bool = False, stopped: bool = False) -> bool:
         """Returns whether a save is due after `step`; remembers `now` as the time of the save.
 
         Args:
           step: updates finished. A step that was just saved or restored is never due.
           now: seconds on any steady clock, the same one in each call; the first call starts it.
           last: whether training ends here (then `save_at_end` counts too).
+          stopped: whether it ends before its time and goes on later: always due.
         """
         self._now = now
         if self._last_save is None:
             self._last_save = now
         every = self.config.every_steps
-        due = (every > 0 and step % every == 0) or (last and self.config.save_at_end)
+        due = stopped or (every > 0 and step % every == 0) or (last and self.config.save_at_end)
         due = due or self._time_is_up(step, now - self._last_save)
-        return due and step != self._last_step
+        due = due and step != self._last_step
+        if (last or stopped) and jax.process_count() > 1:  # only some may know that a save has failed
+            return bool(multihost_utils.broadcast_one_to_all(np.asarray(due)))
+        return due
 
     def _time_is_up(self, step: int, elapsed_s: float) -> bool:
         if self.config.every_minutes <= 0:
@@ -127,14 +151,16 @@ class CheckpointStore:
             return False
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(up)))
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any], *, wait: bool = False) -> None:
         """Start to save `state` and `metadata` as one unit; the outcome comes from `poll`.
 
         Returns once the arrays are copied to the host: they may be donated right after. If the save
-        before is still running, waits for it first (`SaveResult.waited_s`).
+        before is still running, waits for it for `patience_s`, then gives this one up, and `poll`
+        says so: a slow disk does not stop training.
 
         Args:
           metadata: JSON values: data position, config fingerprint, versions, ...
+          wait: wait longer for the save before, for `timeout_s`: this one is the last.
 
         Raises:
           TypeError, ValueError: `metadata` is not JSON, or the store is read-only. A disk or Orbax
@@ -145,57 +171,89 @@ class CheckpointStore:
         arrays = layout.to_canonical(state)
         document = folders.describe(step, layout.describe(arrays), metadata)
         started = self._clock()
-        running = self._thread is not None and self._thread.is_alive()
-        self.wait()
-        waited_s = self._clock() - started if running else 0.0
-        self._last_step, self._last_save = step, self._now
-        error = self._start(step, arrays, document)
-        finish = functools.partial(
-            self._finish,
-            error,
-            SaveResult(
-                step=step,
-                ok=True,
-                error=None,
-                seconds=0.0,
-                bytes=trees.tree_bytes(arrays),
-                blocked_s=self._clock() - started,
-                waited_s=waited_s,
-            ),
-            started,
+        running = self._is_running()
+        obstacle = self._obstacle(step, trees.tree_bytes(arrays), wait)
+        self._last_save = self._now
+        result = SaveResult(
+            step=step,
+            ok=True,
+            error=None,
+            seconds=0.0,
+            bytes=trees.tree_bytes(arrays),
+            blocked_s=0.0,
+            waited_s=self._clock() - started if running else 0.0,
         )
-        if error is not None or not self.config.asynchronous:
+        if obstacle:
+            error = CheckpointError(f"step {step} was not saved: {obstacle}")
+            seconds = self._clock() - started
+            self._results.put(
+                dataclasses.replace(result, ok=False, error=error, seconds=seconds, blocked_s=seconds)
+            )
+            return
+        self._last_step = step
+        sums = self._start(step, arrays, document)
+        result = dataclasses.replace(result, blocked_s=self._clock() - started)
+        finish = functools.partial(self._finish, sums, list(arrays), result, started)
+        if isinstance(sums, Exception) or not self.config.asynchronous:
             finish()
             return
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
 
-    def _start(self, step: int, arrays: Mapping[str, Any], document: dict) -> Exception | None:
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
+        """Returns why no save can begin, "" if one can; process 0 decides for all."""
+        reason = ""
+        if jax.process_index() == 0:
+            if not self.wait(None if wait else self.config.patience_s):
+                reason = "the save before is still being written; a faster disk or fewer saves would help"
+            else:
+                reason = self._make_room(step, num_bytes)
+        reason = _agreed(reason)
+        if not reason:
+            self.wait()
+        return reason
+
+    def _make_room(self, step: int, num_bytes: int) -> str:
         try:
-            if jax.process_index() == 0:
-                self._make_room(step)
+            folders.remove_leftovers(self.folder)  # of failed saves: they eat the rest of the disk
+            path, reason = folders.step_path(self.folder, step), self.bad_steps.pop(step, "")
+            if path.exists() and (reason or step not in self.steps()):
+                folders.quarantine(self.folder, step, reason or "it was in the way and no checkpoint")
+            if path.exists():
+                return f"{path} already exists"
+            if isinstance(self.folder, Path):
+                free = shutil.disk_usage(self.folder).free
+                if free < num_bytes:
+                    return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
+            folders.begin_save(self.folder, step)
+        except OSError as error:
+            return _short(error)
+        return ""
+
+    def _start(self, step: int, arrays: Mapping[str, Any], document: dict) -> jax.Array | Exception:
+        """Returns the state's fingerprint under way, or why the save could not begin."""
+        try:
+            sums = fingerprint.start(arrays)
             self._backend.start(folders.step_path(self.folder, step), arrays, document)
         except Exception as error:  # training goes on, the caller hears of it
             return error
-        self.bad_steps.pop(step, None)
-        return None
+        return sums
 
-    def _make_room(self, step: int) -> None:
-        # If this fails, so does the save: in all processes, instead of leaving them at a barrier.
-        with contextlib.suppress(OSError):
-            folders.remove_leftovers(self.folder)  # of failed saves: they eat the rest of the disk
-            if step in self.bad_steps or step in folders.torn_steps(self.folder):
-                folders.set_aside(self.folder, step)
-
-    def _finish(self, error: Exception | None, result: SaveResult, started: float) -> None:
-        """Wait for the commit, delete what has expired and report; runs in the save's thread."""
+    def _finish(
+        self, sums: jax.Array | Exception, names: list[str], result: SaveResult, started: float
+    ) -> None:
+        """Wait for the commit, seal, delete what has expired and report; runs in the save's thread."""
+        error = problem = None
         try:
-            if error is None:
-                self._backend.finish()
+            if isinstance(sums, Exception):
+                raise sums
+            self._backend.finish()
+            self._seal(result.step, fingerprint.finish(names, sums))
         except Exception as raised:
             error = raised
-        problem = None
-        if error is not None:
             problem = _wrap(f"step {result.step} was not saved", error)
             self._last_step = None  # so that a save at the end is tried again
         try:
@@ -212,6 +270,12 @@ class CheckpointStore:
                 blocked_s=result.blocked_s if self._in_background() else now - started,
             )
         )
+
+    def _seal(self, step: int, fingerprints: Mapping[str, str]) -> None:
+        if jax.process_index() == 0:
+            assert self._run is not None
+            integrity.seal(self.folder, step, self._run, fingerprints)
+            folders.end_save(self.folder, step)
 
     def _in_background(self) -> bool:
         return threading.current_thread() is self._thread
@@ -234,17 +298,22 @@ class CheckpointStore:
             results.append(self._results.get())
         return results
 
-    def wait(self) -> None:
-        """Wait until no save is running; how it ended comes from `poll`."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until no save is running, at most `seconds`; how it ended comes from `poll`.
+
+        Returns whether none is. By default waits for `timeout_s`: False says that the disk is stuck.
+        """
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(self.config.timeout_s + _GRACE_S if seconds is None else seconds)
+        return not self._is_running()
 
     def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored:
-        """Returns the state of `step`, or of the newest step that can be read.
+        """Returns the state of `step`, or of the newest step that can be trusted.
 
-        Each array is read straight into its target sharding: any mesh, any number of devices or
-        processes. Steps that cannot be read are noted in `bad_steps`.
+        Trusted is what is sealed, of this run, unchanged on disk, and has the fingerprint it was
+        saved with once it is in place. Each array is read straight into its target sharding: any
+        mesh, any number of devices or processes. Newer steps are noted in `bad_steps` and, with
+        mode "write", moved to quarantine. If none is good all stay where they are.
 
         Args:
           abstract_state: leaves with shape, dtype and sharding.
@@ -258,21 +327,27 @@ class CheckpointStore:
         self.wait()
         candidates = self._candidates() if step is None else [step]
         if not candidates:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+            aside = folders.quarantine_folder(self.folder)
+            hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
+            raise CheckpointError(f"there is no checkpoint in {self.folder}{hint}")
         failures: dict[int, str] = {}
         for candidate in candidates:
             restored, reason = self._attempt(candidate, abstract_state, partial)
             if restored is not None:
                 self._last_step = candidate
+                self._set_aside(failures)
                 return restored
             failures[candidate] = self.bad_steps[candidate] = reason
         tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
-        raise CheckpointError(f"no usable checkpoint in {self.folder}:\n{tried}", failures)
+        raise CheckpointError(
+            f"no usable checkpoint in {self.folder}; all are left there:\n{tried}\n"
+            f"put a good one back from a copy, or begin anew in another folder",
+            failures,
+        )
 
     def _candidates(self) -> list[int]:
         """Returns the steps to try, newest first, torn ones too; process 0 decides for all."""
-        found = self.steps() + folders.torn_steps(self.folder)
-        newest = sorted(found, reverse=True)[:_MAX_CANDIDATES]
+        newest = folders.all_steps(self.folder)[: -_MAX_CANDIDATES - 1 : -1]
         if jax.process_count() == 1:
             return newest
         padded = np.full(_MAX_CANDIDATES, -1, np.int32)
@@ -280,8 +355,11 @@ class CheckpointStore:
         return [int(s) for s in multihost_utils.broadcast_one_to_all(padded) if s >= 0]
 
     def _attempt(self, step: int, abstract_state: Any, partial: bool) -> tuple[Restored | None, str]:
-        """Returns (the restored, "") if all processes could read `step`, else (None, reason)."""
-        restored, reason = None, "another process could not read it"
+        """Returns (the restored, "") if all processes could read and trust `step`, else (None, reason)."""
+        manifest, reason = self._checked(step)
+        if manifest is None:
+            return None, reason
+        restored = None
         try:
             info = folders.read_step(self.folder, step)
             layout.check(info.arrays, abstract_state, partial=partial)
@@ -292,10 +370,29 @@ class CheckpointStore:
             raise  # not damage: an older step would not fit either, and must not win silently
         except Exception as error:  # Orbax and TensorStore raise many types for the same damage
             reason = _short(error)
-        if jax.process_count() > 1:
-            all_read = multihost_utils.process_allgather(np.asarray(restored is not None)).all()
-            restored = restored if all_read else None
-        return restored, reason
+        if reason := _agreed(reason):
+            return None, reason
+        found = fingerprint.of(arrays)
+        if changed := [name for name in found if found[name] != manifest.fingerprints.get(name)]:
+            return None, f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
+        return restored, ""
+
+    def _checked(self, step: int) -> tuple[Manifest | None, str]:
+        """Returns the manifest of a step whose files are sound, by all processes, or (None, reason)."""
+        manifest, reason = None, ""
+        try:
+            share = jax.process_index(), jax.process_count()
+            manifest = integrity.check(self.folder, step, run=self._run, part=share)
+        except (CheckpointError, OSError) as error:
+            reason = _short(error)
+        reason = _agreed(reason)
+        return (None, reason) if reason else (manifest, "")
+
+    def _set_aside(self, failures: Mapping[int, str]) -> None:
+        if self.mode == "write" and jax.process_index() == 0:
+            for step, reason in failures.items():
+                with contextlib.suppress(OSError):  # it stays in `bad_steps`, and is not used
+                    folders.quarantine(self.folder, step, reason)
 
     @functools.cached_property
     def _backend(self) -> Any:
@@ -303,8 +400,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Wait for the running save and release threads; `poll` still gives its result."""
-        self.wait()
-        if "_backend" in self.__dict__:
+        if self.wait() and "_backend" in self.__dict__:
             self._backend.close()
             del self._backend
 
@@ -319,6 +415,20 @@ def _require_shardings(abstract: Mapping[str, Any]) -> None:
     bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
     if bare:
         raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
+
+
+def _agreed(reason: str) -> str:
+    """Returns the reason of the first process that has one, on all of them; "" if none has."""
+    if jax.process_count() == 1:
+        return reason
+    own = np.zeros(_REASON_BYTES, np.uint8)
+    data = np.frombuffer(reason.encode()[:_REASON_BYTES], np.uint8)
+    own[: len(data)] = data
+    for rank, row in enumerate(multihost_utils.process_allgather(own)):
+        if row.any():
+            text = row.tobytes().rstrip(b"\0").decode(errors="ignore")
+            return f"process {rank}: {text}" if rank else text
+    return ""
 
 
 def _wrap(message: str, cause: Exception) -> CheckpointError:

@@ -7,7 +7,8 @@ tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "In
 Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two writes
 leaves whole lines, and other threads or processes may append to the same file. Should a line be
 torn all the same (power loss, full disk), the next writer starts on a new line, and readers skip
-what is no JSON object.
+what is no JSON object. On a full disk lines are kept in memory and written once there is room:
+training goes on.
 """
 
 import json
@@ -21,6 +22,8 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+
+_MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -47,6 +50,7 @@ class MetricsWriter:
         """
         self._clock = clock
         self._files: dict[str, int] = {}
+        self._unwritten: dict[str, bytes] = {}
         if enabled:
             Path(workdir).mkdir(parents=True, exist_ok=True)
             self._files = {n: _open_append(Path(workdir) / n) for n in (METRICS_FILE, EVENTS_FILE)}
@@ -71,9 +75,13 @@ class MetricsWriter:
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         if name in self._files:
-            data = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
-            while data:  # one write in practice; a short write only on a full disk or a signal
-                data = data[os.write(self._files[name], data) :]
+            line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
+            data = self._unwritten.pop(name, b"") + line
+            try:
+                while data:  # one write in practice; a short write only on a full disk or a signal
+                    data = data[os.write(self._files[name], data) :]
+            except OSError:
+                self._unwritten[name] = data[-_MAX_UNWRITTEN:]
 
 
 class Writers:

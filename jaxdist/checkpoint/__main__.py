@@ -1,0 +1,153 @@
+"""`jaxdist checkpoint list|inspect|verify|diff PATH`: what is in a folder of checkpoints.
+
+PATH is a workdir, its `checkpoints`, or one step in it; also gs://. Changes nothing, and needs
+neither jax nor a device.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxdist import config
+from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.extras import MissingExtra
+
+Found = tuple[dict[str, Any], int]  # what --json prints, and the exit code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0, 1 damaged or different, 77 none usable, or 78."""
+    try:
+        flags = _parser().parse_args(argv)
+        found, code = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}[flags.action](
+            flags
+        )
+    except (config.ConfigError, MissingExtra, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
+    print(json.dumps(found, indent=1) if flags.json else "\n".join(_lines(found)))
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise config.ConfigError(f"{message}; --help lists the flags")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxdist checkpoint", description=__doc__.partition("\n\n")[2])
+    actions = parser.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    for name, meaning in (
+        ("list", "the steps, their sizes, and what is in quarantine"),
+        ("inspect", "the arrays and the metadata of a step (default: the newest)"),
+        ("verify", "compare every file with its checksum; exit code 1 if one is damaged, 77 if all are"),
+        ("diff", "which arrays differ between two steps; exit code 1 if any does"),
+    ):
+        action = actions.add_parser(name, help=meaning, description=meaning)
+        action.add_argument("path", help="workdir, folder of checkpoints, or one step in it")
+        if name == "diff":
+            action.add_argument("other", help="the same, to compare with")
+        action.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _located(text: str) -> tuple[Path, int | None]:
+    """Returns the folder of checkpoints that a path means, and the step if it names one."""
+    path = folders.as_path(text)
+    if not path.exists():
+        raise config.ConfigError(f"{text}: there is no such folder")
+    if path.name.isdecimal():
+        return path.parent, int(path.name)
+    if (path / "config.json").exists():  # a workdir
+        chosen = json.loads((path / "config.json").read_text()).get("checkpoint", {}).get("folder")
+        return (folders.as_path(chosen) if chosen else path / "checkpoints"), None
+    return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+
+
+def _one(text: str) -> tuple[Path, int]:
+    """Returns the folder and the step that a path means, the newest if it names none."""
+    folder, step = _located(text)
+    newest = max(folders.list_steps(folder), default=None)
+    if step is None and newest is None:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    return folder, newest if step is None else step  # type: ignore[return-value]
+
+
+def _list(flags: argparse.Namespace) -> Found:
+    folder, _ = _located(flags.path)
+    notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
+    quarantine = [json.loads(note.read_text()) for note in notes]
+    rows = [_row(folder, step, contents=False) for step in folders.all_steps(folder)]
+    return {"folder": str(folder), "steps": rows, "quarantine": quarantine}, 0
+
+
+def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
+    """Returns what a step holds, or what is wrong with it."""
+    try:
+        found = integrity.check(folder, step, **what)
+    except (CheckpointError, OSError) as error:
+        return {"step": step, "fault": str(error)}
+    size = {"arrays": len(found.fingerprints), "files": len(found.files), "bytes": found.bytes}
+    return {"step": step, **size, "run": found.run}
+
+
+def _inspect(flags: argparse.Namespace) -> Found:
+    folder, step = _one(flags.path)
+    info, manifest = folders.read_step(folder, step), integrity.read_manifest(folder / str(step))
+    arrays = {
+        name: {"dtype": x.dtype, "shape": list(x.shape), "fingerprint": manifest.fingerprints.get(name)}
+        for name, x in info.arrays.items()
+    }
+    return {"step": step, "run": manifest.run, "metadata": info.metadata, "arrays": arrays}, 0
+
+
+def _verify(flags: argparse.Namespace) -> Found:
+    folder, only = _located(flags.path)
+    steps = folders.all_steps(folder) if only is None else [only]
+    run = integrity.identity(folder, create=False)
+    rows = [_row(folder, step, run=run, contents=True) for step in steps]
+    good = ["fault" not in row for row in rows]
+    code = 0 if good and all(good) else 1 if any(good) else EXIT_NO_CHECKPOINT
+    return {"folder": str(folder), "steps": rows}, code
+
+
+def _diff(flags: argparse.Namespace) -> Found:
+    places = [_one(flags.path), _one(flags.other)]
+    infos = [folders.read_step(*place) for place in places]
+    prints = [integrity.read_manifest(folders.step_path(*place)).fingerprints for place in places]
+    a, b = (info.arrays for info in infos)
+    differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
+    differ |= {n: "values" for n in a if n in b and a[n] == b[n] and prints[0].get(n) != prints[1].get(n)}
+    only = {"only_first": [n for n in a if n not in b], "only_second": [n for n in b if n not in a]}
+    equal = not (differ or only["only_first"] or only["only_second"])
+    changes = config.diff(*({"run": dict(info.metadata)} for info in infos))
+    metadata = [f"{c.path}: {c.old!r} and {c.new!r}" for c in changes]
+    return {"equal": equal, "different": differ, **only, "metadata": metadata}, 0 if equal else 1
+
+
+def _lines(value: Any, indent: str = "") -> list[str]:
+    """Returns nested JSON as indented lines; what has few and plain parts is one line."""
+    pairs = value.items() if isinstance(value, dict) else [("-", item) for item in value]
+    return [line for key, item in pairs for line in _entry(key, item, indent)]
+
+
+def _entry(key: str, item: Any, indent: str) -> list[str]:
+    parts = list(item.values()) if isinstance(item, dict) else item if isinstance(item, list) else []
+    if len(parts) > 6 or any(isinstance(part, dict) or len(str(part)) > 60 for part in parts):
+        return [f"{indent}{key}", *_lines(item, indent + "  ")]
+    if isinstance(item, dict):
+        item = ", ".join(f"{name} {x:,}" if type(x) is int else f"{name} {x}" for name, x in item.items())
+    return [f"{indent}{key} {item if parts or item not in ([], '') else 'none'}"]
+
+
+_ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
+
+if __name__ == "__main__":
+    sys.exit(main())

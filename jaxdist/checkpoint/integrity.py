@@ -1,0 +1,184 @@
+"""Which checkpoints can be trusted: a sealed manifest in each, and the run that it belongs to.
+
+    <folder>/<step>/manifest.json  written last: {format, step, run, files {path: [bytes, sha256]},
+                                   fingerprints {array: hex}, seal: sha256 of the rest}
+    <folder>/identity              the run whose steps these are; a step of another run is foreign
+
+SHA-256 because it is in the standard library, `sha256sum` checks it by hand, and a second a GiB on
+a core is hidden behind training. Files are hashed by process 0 after the commit, as Orbax merges
+what the processes wrote there; on restore the processes share the work. Without jax or a device.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint.folder import MANIFEST, CheckpointError
+
+MANIFEST_FORMAT = 1
+IDENTITY = "identity"
+_HASH_THREADS = min(8, os.cpu_count() or 1)
+_SHOWN = 3  # faults of a step that are spelt out
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sealed step must hold."""
+
+    step: int
+    run: str  # identity of the run that wrote it
+    files: dict[str, tuple[int, str]]  # {path inside the step: (bytes, sha256)}
+    fingerprints: dict[str, str]  # {array: hex}, the same for any mesh; see `fingerprint.py`
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of all files."""
+        return sum(size for size, _ in self.files.values())
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> Manifest:
+    """Hash every file of a step and write its manifest: from here on the step counts.
+
+    Raises:
+      OSError: a file cannot be read, the manifest cannot be written.
+    """
+    path = folders.step_path(folder, step)
+    files = _hashed(path, sorted(_files(path)))
+    manifest = Manifest(step, run, files, dict(fingerprints))
+    folders.write_whole(path / MANIFEST, _text(manifest))
+    return manifest
+
+
+def _text(manifest: Manifest) -> str:
+    document: dict[str, Any] = {"format": MANIFEST_FORMAT, **vars(manifest)}
+    document["seal"] = hashlib.sha256(_dump(document).encode()).hexdigest()
+    return _dump(document)
+
+
+def _dump(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, indent=1)
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the manifest of a step's folder.
+
+    Raises:
+      CheckpointError: there is none, or it is not exactly what was sealed.
+    """
+    try:
+        text = (path / MANIFEST).read_text()
+        document = json.loads(text)
+        files = {name: (size, digest) for name, (size, digest) in document["files"].items()}
+        manifest = Manifest(document["step"], document["run"], files, document["fingerprints"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{MANIFEST} is missing: half-written, planted or of an older version"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST} is not readable: {error!r}") from error
+    if text != _text(manifest):  # also tells a changed seal or format
+        raise CheckpointError(f"{MANIFEST} is damaged: its seal does not fit its content")
+    return manifest
+
+
+def check(
+    folder: Path, step: int, *, run: str | None = None, part: tuple[int, int] = (0, 1), contents: bool = True
+) -> Manifest:
+    """Returns the manifest of a step that is all it was when sealed.
+
+    Args:
+      run: the identity that the step must have; None: any.
+      part: (i, n): of the files hash only every n-th, from the i-th: n processes share the work.
+      contents: whether to hash at all, or to look only at names and sizes.
+
+    Raises:
+      CheckpointError: what is wrong with it.
+    """
+    path = folders.present_path(folder, step)
+    manifest = read_manifest(path)
+    if manifest.step != step:
+        raise CheckpointError(f"it is the checkpoint of step {manifest.step}, not of step {step}")
+    if run is not None and manifest.run != run:
+        raise CheckpointError(f"it belongs to another run ({manifest.run}; this one is {run})")
+    there = dict(_files(path))
+    faults = [f"{name} is missing" for name in manifest.files if name not in there]
+    faults += [f"{name} is not part of it" for name in there if name not in manifest.files]
+    for name, (size, _) in manifest.files.items():
+        if name in there and there[name] != size:
+            faults.append(f"{name} has {there[name]} bytes, {size} when sealed")
+    if not faults and contents:
+        names = sorted(manifest.files)[part[0] :: part[1]]
+        found = _hashed(path, [(name, there[name]) for name in names])
+        faults = [f"{n} has changed since it was sealed" for n in names if found[n] != manifest.files[n]]
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise CheckpointError("; ".join(faults[:_SHOWN]) + more)
+    return manifest
+
+
+def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yields (path inside the step, bytes) of all files but the manifest; a link is -1 bytes long."""
+    for entry in path.iterdir():
+        name = prefix + entry.name
+        if isinstance(entry, Path) and entry.is_symlink():
+            yield name, -1  # Orbax writes none, and where it leads may change
+        elif entry.is_dir():
+            yield from _files(entry, f"{name}/")
+        elif name != MANIFEST:
+            yield name, folders.file_bytes(entry)
+
+
+def _hashed(path: Path, files: Sequence[tuple[str, int]]) -> dict[str, tuple[int, str]]:
+    def digest(entry: tuple[str, int]) -> tuple[int, str]:
+        with (path / entry[0]).open("rb") as file:
+            return entry[1], hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return dict(zip([name for name, _ in files], pool.map(digest, files), strict=True))
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def identity(folder: Path, *, create: bool) -> str | None:
+    """Returns the identity of the run that owns `folder`.
+
+    Where the file is absent or damaged it is that of the newest step with a sound manifest (a step
+    copied to a new folder begins a run there), and with `create` written, made up if need be.
+    """
+    try:
+        name, _, check_sum = (folder / IDENTITY).read_text().strip().partition(" ")
+        if check_sum == _short_sum(name):
+            return name
+    except (OSError, ValueError):
+        pass
+    name = _newest_run(folder) or (secrets.token_hex(8) if create else "")
+    if create:
+        folders.write_whole(folder / IDENTITY, f"{name} {_short_sum(name)}\n")
+    return name or None
+
+
+def _short_sum(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def _newest_run(folder: Path) -> str:
+    for step in reversed(folders.list_steps(folder)):
+        try:
+            return check(folder, step, contents=False).run
+        except (CheckpointError, OSError):
+            continue
+    return ""

@@ -1,0 +1,153 @@
+"""Checkpoints in an object store: gs:// through an emulator of Google Cloud Storage on loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from test_train import command, environment, train
+
+from jaxdist.telemetry.metrics import read_events
+
+REPOSITORY = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    not (find_spec("gcp_storage_emulator") and find_spec("gcsfs")),
+    reason="needs: pip install gcp-storage-emulator gcsfs",
+)
+
+
+@pytest.fixture
+def store_environment(tmp_path):
+    """Returns the variables that send gs:// to an emulator, which has the bucket `bucket`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
+    with open(tmp_path / "emulator.log", "w") as log:
+        server = subprocess.Popen(
+            [*serve, "--in-memory", "--default-bucket=bucket"], stdout=log, stderr=log, cwd=tmp_path
+        )
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None, (tmp_path / "emulator.log").read_text()
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        yield {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "NO_GCE_CHECK": "true",  # else each look for credentials waits for a metadata server
+            "JAX_PLATFORMS": "cpu",
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+SCRIPT = """
+    import json, logging
+    import jax.numpy as jnp
+    from jaxdist.checkpoint import folder as folders
+    from jaxdist.checkpoint.__main__ import main
+    from jaxdist.checkpoint.config import CheckpointConfig
+    from jaxdist.checkpoint.store import CheckpointStore
+
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it looks for credentials again and again
+    folder = folders.as_path("gs://bucket/runs/one")
+    state = lambda step: {"x": jnp.arange(64.0) + step, "y": jnp.int32(step)}
+
+    def save(store, step):
+        store.save(step, state(step), {"data": step})
+        assert store.wait()
+        (result,) = store.poll()
+        assert result.ok, result.error
+
+    def restored(**options):
+        with CheckpointStore(folder, CheckpointConfig(), **options) as store:
+            found = store.restore(state(0))
+            step = found.metadata["data"]
+            assert all((found.state[name] == state(step)[name]).all() for name in "xy")
+            return step, list(store.bad_steps)
+
+    assert not folders.has_steps(folder)
+    with CheckpointStore(folder, CheckpointConfig(keep_last=3)) as store:
+        for step in (1, 2, 3, 4):
+            save(store, step)
+        assert store.steps() == [2, 3, 4]
+    assert restored() == (4, [])
+    assert main(["verify", str(folder)]) == 0
+
+    # a flipped bit, a planted file, a missing one
+    file = max((p for p in (folder / "4" / "state" / "d").iterdir()), key=folders.file_bytes)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(bytes(raw))
+    (folder / "3" / "state" / "planted").write_text("?")
+    assert main(["verify", str(folder)]) == 1
+    assert restored(mode="read") == (2, [4, 3])
+    with CheckpointStore(folder, CheckpointConfig(keep_last=3)) as store:
+        assert store.restore(state(0)).metadata == {"data": 2}
+        assert store.steps() == [2]
+        aside = folders.quarantine_folder(folder)
+        assert sorted(p.name for p in aside.iterdir()) == ["3", "3.json", "4", "4.json"]
+        assert "planted is not part of it" in json.loads((aside / "3.json").read_text())["reason"]
+        for step in (3, 4):
+            save(store, step)
+    assert restored() == (4, [])
+
+    # a save that died before its manifest
+    folders.begin_save(folder, 5)
+    (folder / "5" / "metadata").mkdir(parents=True)
+    (folder / "5" / "metadata" / "metadata").write_text("{")
+    assert restored(mode="read") == (4, [])
+    assert (folder / "5").exists()
+    assert restored() == (4, [])
+    assert not (folder / "5").exists() and not (folder / "5.unfinished").exists()
+    (folder / "4" / "manifest.json").unlink()
+    assert restored(mode="read") == (3, [4])
+    print("all of it")
+"""
+
+
+def test_saving_rotation_damage_and_quarantine_in_an_object_store(store_environment):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        cwd=REPOSITORY, env=os.environ | store_environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("all of it\n"), done.stderr[-4000:]
+
+
+def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment, tmp_path, monkeypatch):
+    for name, value in store_environment.items():
+        monkeypatch.setenv(name, value)
+    workdir = tmp_path / "run"
+    settings = {
+        "checkpoint__folder": "gs://bucket/runs/two", "train__steps": 14, "optimizer__schedule": "constant",
+    }  # fmt: skip
+    train(workdir, **settings)
+    assert not (workdir / "checkpoints").exists()
+    saves = [e for e in read_events(workdir) if e["event"] == "save"]
+    assert [(e["step"], e["ok"]) for e in saves] == [(7, True), (14, True)]
+    assert "resumed after step 14" in train(workdir, **settings | {"train__steps": 16}).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "jaxdist.checkpoint", "list", str(workdir), "--json"],
+        capture_output=True, text=True, check=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert [row["step"] for row in json.loads(listed.stdout)["steps"]] == [7, 14, 16]
+
+
+def test_the_emulator_is_what_was_talked_to(store_environment, tmp_path):
+    """Without it the same save fails: nothing here reaches, or needs, the real service."""
+    lost = store_environment | dict.fromkeys(
+        ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), "http://127.0.0.1:9"
+    )
+    run = command(tmp_path / "run", checkpoint__folder="gs://bucket/x", train__steps=1)
+    done = subprocess.run(run, env=environment(1) | lost, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
