@@ -36,7 +36,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", flags.devices)
     shape = dataclasses.replace(SHAPES[flags.shape], batch=flags.batch)
     options = Options(remat="full", dtype=flags.dtype)
-    plan = PipelineConfig(flags.schedule, flags.microbatches, flags.chunks)
+    plan = PipelineConfig(flags.schedule, flags.microbatches, flags.chunks, gather_once=flags.gather_once)
     ours = f"pipeline={flags.stages},data=1,fsdp={flags.devices // flags.stages}"
     sides = [_side(mesh, shape, options, plan) for mesh in (ours, flags.beside)]
     inner = steps.steps_per_turn(sides)
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--gather-once", action="store_true", help="as pipeline.gather_once")
     parser.add_argument("--beside", default="fsdp=8", help="mesh of the unpipelined side")
     parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices")
     parser.add_argument("--rounds", type=int, default=12)

@@ -288,9 +288,9 @@ def main() -> None:
             print(f"| {p}, 64 | {v} | {held} | {each:.1f} | {held * each * 80 / (p * v):.0f} | {inputs} |")
     stage = Stage(SMALL, 4, 256, "float32")
     slot = 4 * 4 * 256 * SMALL.num_layers * stash_elements(SMALL)
-    found_bytes = [compiled_bytes(stage, slots) for slots in (1, 2, 4)]
-    growth = [(b - a) / n for a, b, n in zip(found_bytes, found_bytes[1:], (1, 2), strict=False)]
-    print(f"\ncompiled, 2 layers x 256, 4 x 256 tokens, 1, 2, 4 slots: {found_bytes} bytes; a slot more:")
+    found_bytes = [compiled_bytes(stage, slots) for slots in (1, 2, 3, 4)]
+    growth = [b - a for a, b in zip(found_bytes, found_bytes[1:], strict=False)]
+    print(f"\ncompiled, 2 layers x 256, 4 x 256 tokens, 1 to 4 slots: {found_bytes} bytes; a slot more:")
     print(f"{growth} bytes; by arithmetic {slot}; a stage's input {4 * 4 * 256 * 256}")
 
 

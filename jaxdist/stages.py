@@ -29,7 +29,7 @@ from jaxdist.training.state import ModelSpec
 from jaxdist.workdir import model_flops
 
 MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
-Edges = Literal["sharded", "replicated"]
+Edges = Literal["sharded", "replicated", "last"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Outlook:
     costs: Costs
     simulation: Simulation
     balance: Balance
+    kept: int  # inputs that a stage keeps of a live microbatch: of its chunk, or of its layers
 
 
 def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
     """Returns what the schedule comes to for a validated run; None without a pipeline.
 
-    A backward is two forwards and those that it recomputes: its input is kept, so one, and with
+    A backward is two forwards and those that it recomputes: from kept inputs one, and with
     pipeline.remat=full over several layers each of them once more. The head's is not recomputed.
     Norms, softmax, lookups and the optimizer are left out, attention counts causally.
     """
@@ -56,20 +57,21 @@ def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
     layer, head = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))  # of a token
     placed = {name: rules.stored(names, x.shape) for name, (x, names) in spec.named_parameters().items()}
     split = any("pipeline" in axes_in(entry) for where in placed.values() for entry in where)
-    edges: Edges = "sharded" if split else "replicated"
+    edges: Edges = "sharded" if split else "last" if cut.config.edges == "last" else "replicated"
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
     loads = balance(
-        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head, edges=edges,
-        cut=layers,
+        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head,
+        edges="sharded" if split else "replicated", cut=layers,
     )  # fmt: skip
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
     costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
-    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), loads)
+    kept = depth if cut.remat == "layers" else 1
+    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), loads, kept)
 
 
 def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
@@ -96,23 +98,38 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
     yield (
         f"pipeline: {found.name}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
         f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
-        f"{max(result.live_inputs)} inputs of {each // plan.microbatches} sequences a device"
+        f"{max(result.live_inputs)} inputs{f' x {found.kept} layers' if found.kept > 1 else ''} of "
+        f"{each // plan.microbatches} sequences a device"
     )
     shares = ", ".join(f"{share:.1%}" for share in found.balance.shares)
     yield f"  FLOPs by stage: {shares}; layers by place: {', '.join(map(str, found.balance.cut))}"
     if warning := found.balance.warning():
         yield f"  warning: {warning}"
-    if found.costs.edges == "replicated":
-        shared = simulate(plan, replace(found.costs, edges="sharded")).time
-        yield (
-            f"  pipeline.edges=replicated: every stage does the whole embedding and head, which "
-            f"lengthens the step by {result.time / shared - 1:.1%}"
-        )
+    yield from _edge_lines(found, rules)
     for option in microbatch_options(
         plan.stages, plan.microbatches, plan.chunks,
         choices=[n for n in range(1, each + 1) if each % n == 0], layers=sum(found.balance.cut),
     ):  # fmt: skip
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
+
+
+def _edge_lines(found: Outlook, rules: Rules) -> Iterator[str]:
+    """Yields what embedding and head cost where they are not shared out, or where that is slow."""
+    edges = found.costs.edges
+    shared, whole = (
+        simulate(found.schedule, replace(found.costs, edges=kind)).time for kind in ("sharded", "last")
+    )
+    longer = f"{whole / shared - 1:.1%}"
+    if edges != "sharded":
+        yield (
+            f"  pipeline.edges={edges}: every stage does the whole embedding and head, which "
+            f"lengthens the step by {longer}"
+        )
+    elif rules.shape.dcn["pipeline"] > 1:
+        yield (
+            "  mesh.dcn.pipeline: stages share out the vocabulary, so each tick sums over slices; with "
+            f"pipeline.edges=last none does, for {longer} more work"
+        )
 
 
 def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:

@@ -30,9 +30,14 @@ STAGES = 4
 
 
 def _compile(name: str) -> dict:
-    """Returns what the compiler made of a case; runs in the child."""
+    """Returns what the compiler made of a case; runs in the child.
+
+    A name is "size schedule microbatches", and fields of PipelineConfig as "field=value"; with
+    "inspect" at the end it is the step that gives its gradients, too.
+    """
     import jax
     from jax.experimental import topologies
+    from test_pipeline_program import stage_dependent_predicates
 
     from jaxdist import mesh as meshes
     from jaxdist import sharding
@@ -42,15 +47,18 @@ def _compile(name: str) -> dict:
     from jaxdist.training.state import describe
     from jaxdist.training.step import StepConfig, build_train_step
 
-    size, schedule, text = name.split()
-    given, microbatches = {"quick": QUICK, "large": LARGE}[size], int(text)
+    size, schedule, number, *settings = name.split()
+    given, microbatches = {"quick": QUICK, "large": LARGE}[size], int(number)
+    inspects, fields = "inspect" in settings, dict(s.split("=") for s in settings if "=" in s)
+    more = {field: value == "true" if field == "gather_once" else value for field, value in fields.items()}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=given["topology"]).devices
     config = meshes.MeshConfig(pipeline=STAGES, data=1, fsdp=given["fsdp"])
     mesh = meshes.build_mesh(config, devices)
-    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    shared = more.get("edges", "sharded") == "sharded"
+    rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size), vocab_over_stages=shared)
     model = TransformerConfig(**given["model"])
     chunks = 2 if schedule == "interleaved" else 1
-    staging = Staging(PipelineConfig(schedule, microbatches, chunks), model.num_layers, STAGES)
+    staging = Staging(PipelineConfig(schedule, microbatches, chunks, **more), model.num_layers, STAGES)
     optimizer = OptimizerConfig(warmup_steps=1)
     batch = given["sequences"] * microbatches
     built = build_train_step(
@@ -67,12 +75,23 @@ def _compile(name: str) -> dict:
     example = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in example.items()
     }
-    traced = built.step.trace(built.abstract_state, example)
+    traced = (built.inspect if inspects else built.step).trace(built.abstract_state, example)
+    reads, conditionals, _ = stage_dependent_predicates(traced.jaxpr.jaxpr)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)
+    same = None
+    if inspects:
+        pairs = zip(
+            jax.tree.leaves(compiled.output_shardings[2]), jax.tree.leaves(built.abstract_state.trainable),
+            strict=True,
+        )  # fmt: skip
+        same = [where.is_equivalent_to(leaf.sharding, leaf.ndim) for where, leaf in pairs]
     return {
+        "gradients_lie_as_parameters": same,
+        "stage_reads": reads,
+        "conditionals": conditionals,
         "kernels": {k: kernels.count(k) for k in ("fwd", "dq", "dkv")},
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
@@ -110,6 +129,12 @@ def growth(size: str, schedule: str) -> float:
 
 def test_memory_does_not_grow_with_microbatches():
     assert growth("quick", "1f1b") <= 1.02
+
+
+def test_on_tpu_gradients_lie_as_parameters_and_no_predicate_depends_on_the_stage():
+    found = result("quick interleaved 8 inspect")
+    assert len(found["gradients_lie_as_parameters"]) > 8 and all(found["gradients_lie_as_parameters"])
+    assert found["stage_reads"] > 0 and found["conditionals"] > 0  # else the child has failed
 
 
 @pytest.mark.slow

@@ -54,6 +54,12 @@ def test_layers_and_head_are_the_formula_s():
     assert 4 * layer + head == stages.model_flops(run, spec)["causal"]
 
 
+def test_inputs_of_layers_are_counted():
+    two = "--config.mesh.pipeline=2", "--config.pipeline.microbatches=8"
+    assert "at most 3 inputs x 2 layers of 2 sequences a device" in lines(*two)[0]
+    assert "at most 3 inputs of 2 sequences a device" in lines(*two, "--config.pipeline.remat=none")[0]
+
+
 def test_advice_and_warnings_name_what_to_set():
     uneven = ["--config.mesh.pipeline=4", "--config.model.num_layers=7"]
     text = "\n".join(lines(*uneven, "--config.pipeline.edges=replicated"))
@@ -64,16 +70,30 @@ def test_advice_and_warnings_name_what_to_set():
     assert "  pipeline.schedule=interleaved pipeline.chunks=2 would have a bubble of 20.0%" in few
 
 
+def test_edges_that_every_stage_does_whole_have_their_cost_said():
+    cost = r"every stage does the whole embedding and head, which lengthens the step by (\d+\.\d)%"
+    sizes = ["--config.mesh.pipeline=4", "--config.mesh.dcn.pipeline=2"]
+    said = {kind: lines(*sizes, f"--config.pipeline.edges={kind}") for kind in ("last", "replicated")}
+    found = [re.search(cost, text[2]) for text in said.values()]
+    assert "pipeline.edges=last" in said["last"][2] and "edges=replicated" in said["replicated"][2]
+    assert found[0] and found[1] and float(found[0][1]) == float(found[1][1]) > 1
+    across = f"each tick sums over slices; with pipeline.edges=last none does, for {found[0][1]}% more work"
+    assert across in lines(*sizes)[2]
+    assert not any("slices" in line for line in lines(sizes[0]))
+
+
 def test_places_are_filled_as_the_executor_fills_them():
     found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.model.num_layers=9"))
     assert found.balance.cut == (3, 3, 3, 0)  # not 3, 2, 2, 2
     assert "9 layers divide by 1, 3, 9" in found.balance.warning()
 
 
-@pytest.mark.parametrize(("stages_", "cost"), [(2, 4), (4, 3)])
-def test_the_backward_counts_its_recomputation(stages_, cost):
+@pytest.mark.parametrize(
+    ("stages_", "remat", "cost"), [(2, "full", 4), (4, "full", 3), (2, "layers", 3), (2, "none", 3)]
+)
+def test_the_backward_counts_its_recomputation(stages_, remat, cost):
     """With a layer a stage, full recomputation is what a stage does anyway."""
-    words = [f"--config.mesh.pipeline={stages_}", "--config.pipeline.remat=full"]
+    words = [f"--config.mesh.pipeline={stages_}", f"--config.pipeline.remat={remat}"]
     costs = stages.outlook(*validated(*words)).costs
     assert costs.backward[0][0] == cost * costs.forward[0][0]
 
@@ -126,3 +146,14 @@ def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
     runpy.run_path(script, run_name="__main__")
     drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
     assert len(drawn) == 3 and drawn == {name: (folder / name).read_text() for name in drawn}
+
+
+def test_the_chart_of_memory_is_drawn_from_its_results():
+    folder = Path(__file__).parent.parent
+    script = runpy.run_path(str(folder / "docs" / "images" / "memory.py"))
+    record = json.loads((folder / "benchmarks" / "results" / "tpu-pipeline.json").read_text())
+    needed = {f"large {name} {m}" for name in ("1f1b", "interleaved") for m in (8, 32)}
+    assert needed | {"quick gpipe 8", "quick gpipe 32"} <= set(record["cases"])
+    drawn = script["drawing"](record["cases"])
+    assert drawn == (folder / "docs" / "images" / "pipeline_memory.svg").read_text()
+    assert drawn.count("<rect") == len((script["LARGE"] | script["SMALL"]).keys() & record["cases"].keys())

@@ -5,7 +5,9 @@ the same code as the whole model. Every stage runs the same ops in a tick, predi
 tick only, and what a stage computes for nobody is masked: no collective can wait for a stage that
 took another branch. A stage keeps the inputs of its live microbatches and computes the rest again.
 Embedding and head belong to all stages: their vocabulary is split over `pipeline` (the ops sum over
-it), so the head is balanced and tied embeddings need no synchronisation. Gradients are those of the
+it), so the head is balanced and tied embeddings need no synchronisation. With `edges_last` they
+are whole on each stage, and a tick sums nothing over stages: the first stage's embedding and the
+last one's head count, and their gradients are summed once a step. Gradients are those of the
 unpipelined model; sources: PipeDream-Flush (arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
 
 Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks.
@@ -41,6 +43,7 @@ class Pipeline:
     apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
     keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
     gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
+    edges_last: bool = False  # each stage embeds and scores for itself; only the ends' results count
 
     @property
     def stages(self) -> int:
@@ -123,7 +126,7 @@ class _Stage:
         self.blocks, self.names = trainable["blocks"], names
         if pipeline.gather_once:
             self.blocks = jax.tree.map(_gathered, self.blocks, names["blocks"])
-        self.rest = {name: value for name, value in trainable.items() if name != "blocks"}
+        self.rest = _edges(trainable)
         self.index = jax.lax.axis_index(AXIS)
         self.depth = jax.tree.leaves(self.blocks)[0].shape[2]
         self.keeps_layers = pipeline.keeps_layers and backward
@@ -290,12 +293,17 @@ class _Stage:
         return carry, y
 
     def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
-        """H: all stages score the last stage's output on their part of the vocabulary."""
+        """H: all stages score the last stage's output on their part of the vocabulary.
+
+        With `edges_last` each scores its own output, on all of it, and only the last one's counts:
+        no stage gets there earlier if the others wait instead.
+        """
         last = self.index == self.pipeline.stages - 1
-        y = self._residual(sharding.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
+        if not self.pipeline.edges_last:
+            y = self._residual(sharding.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
         rest, number = _in_this_tick(self.rest, at.h_mb)
         if not self.backward:
-            loss = self.head(rest, y, number)
+            loss = self._of_the_end(last, self.head(rest, y, number))
             return carry._replace(loss=_added(carry.loss, loss))
 
         def objective(rest, y):
@@ -304,8 +312,8 @@ class _Stage:
 
         (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y)
         return carry._replace(
-            loss=_added(carry.loss, loss),
-            sums=self._add_rest(carry.sums, drest),
+            loss=_added(carry.loss, self._of_the_end(last, loss)),
+            sums=self._add_rest(carry.sums, self._of_the_end(last, drest)),
             gradients_in=_put(carry.gradients_in, row.h_g, self._residual(dh)),
         )
 
@@ -327,10 +335,18 @@ class _Stage:
     def _embed_back(self, carry: Carry, at) -> Carry:
         """EB: all stages take the first stage's dx into their part of the table."""
         wanted = (self.index == 0) & (at.eb_mb >= 0)
-        first = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
-        dx = self._residual(sharding.sum_over(AXIS, first))
+        dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
+        if not self.pipeline.edges_last:
+            dx = sharding.sum_over(AXIS, dx)
         pull = jax.vjp(lambda rest: self.embed(rest, at.eb_mb), self.rest)[1]
-        return carry._replace(sums=self._add_rest(carry.sums, pull(dx)[0]))
+        drest = pull(self._residual(dx))[0]
+        return carry._replace(sums=self._add_rest(carry.sums, self._of_the_end(wanted, drest)))
+
+    def _of_the_end(self, here: jax.Array, tree: Tree) -> Tree:
+        """Returns what an edge gave; with `edges_last` zeros where the stage is not `here`."""
+        if not self.pipeline.edges_last:
+            return tree
+        return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
 
     def _often(self, kind: str, pace: str) -> bool:
         """Returns whether most ticks that do `pace` do this too: then no predicate, but a mask.
@@ -363,14 +379,21 @@ class _Stage:
         def add(total, gradient, names):
             return sharding.scatter(total + gradient.astype(jnp.float32), _own_names(names))
 
-        old = {name: value for name, value in sums.items() if name != "blocks"}
-        known = {name: value for name, value in self.names.items() if name != "blocks"}
-        return sums | jax.tree.map(add, old, drest, known)
+        return sums | jax.tree.map(add, _edges(sums), drest, _edges(self.names))
 
     def finish(self, carry: Carry) -> tuple[Tree, Loss]:
         """Returns (gradient sums, loss sums): the blocks' own terms added over stages."""
+        loss, sums = carry.loss, carry.sums if self.backward else jnp.zeros(())
+        if self.pipeline.edges_last:
+            loss = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), loss)
+        if self.pipeline.edges_last and self.backward:
+            sums |= jax.tree.map(self._over_stages, _edges(sums), _edges(self.names))
         aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
-        return carry.sums if self.backward else jnp.zeros(()), carry.loss._replace(aux=carry.loss.aux | aux)
+        return sums, loss._replace(aux=loss.aux | aux)
+
+    @staticmethod
+    def _over_stages(total: jax.Array, names) -> jax.Array:
+        return sharding.scatter(jax.lax.psum(total, AXIS), _own_names(names))
 
 
 def _gathered(leaf: jax.Array, names) -> jax.Array:
@@ -379,6 +402,11 @@ def _gathered(leaf: jax.Array, names) -> jax.Array:
     if not sharding.stored_in_shards(own, leaf.shape):
         return leaf
     return sharding.gather(leaf, own, precision.compute_dtype(leaf.dtype))
+
+
+def _edges(tree: Tree) -> Tree:
+    """Returns what is not in the blocks."""
+    return {name: value for name, value in tree.items() if name != "blocks"}
 
 
 def _own_names(names):

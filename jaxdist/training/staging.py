@@ -29,9 +29,9 @@ class PipelineConfig:
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
     microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
     chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
-    edges: Literal["sharded", "replicated"] = "sharded"  # vocabulary over stages, or whole on each
+    edges: Literal["sharded", "replicated", "last"] = "sharded"  # vocabulary over stages; or whole on each
     gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
-    remat: str = "none"  # within B's recomputation: as remat.policy; layers: F keeps layer inputs
+    remat: str = "layers"  # F keeps layer inputs; else that of the stage, and B's remat.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Staging:
 
     @property
     def remat(self) -> str:
-        """Returns the policy inside a stage's recomputation.
+        """Returns what B recomputes from: "layers", or the policy inside a stage's recomputation.
 
-        With one layer a place `full` adds no work, as nothing is computed twice, and takes less.
+        With one layer a place `full` is `layers`: nothing is computed twice, and it takes less.
         """
         return "full" if self.dims[2] == 1 else self.config.remat
 

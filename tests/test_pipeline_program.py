@@ -1,0 +1,225 @@
+"""What a pipelined step is made of: predicates, FLOPs, gathers, and sums over stages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend import core as jax_core
+from models_for_tests import FAST_COMPILE, collectives, loop_bodies, reachable
+from test_pipeline import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
+
+from jaxdist.telemetry import hlo
+from jaxdist.telemetry.flops import hlo_flops
+from jaxdist.training.step import TrainStep
+
+
+def abstract_inputs(built: TrainStep, case: Case):
+    """Returns the state and the batch, abstract."""
+    example = batch_for(case)
+    where = built.batch_shardings(example)
+    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in example.items()}
+    return built.abstract_state, batch
+
+
+def traced(case: Case, remat: str = "none"):
+    """Returns the traced step; remat is that of layers without a pipeline."""
+    built = build(case, remat)
+    return built.step.trace(*abstract_inputs(built, case))
+
+
+def _inner(equation) -> list[Any]:
+    """Returns the jaxprs in an equation's parameters."""
+    found = []
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, jax_core.ClosedJaxpr):
+                one = one.jaxpr
+            if isinstance(one, jax_core.Jaxpr):
+                found.append(one)
+    return found
+
+
+def scan_sizes(params) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carried values, in jax before 0.12 and from it on."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = (
+        params["ft_in"].unpack() if hasattr(params["ft_in"], "unpack") else params["ft_in"]
+    )
+    return tuple(len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in (constants, carried))
+
+
+def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, list[bool]]:
+    """Returns (stage numbers read, conditionals, which outputs depend on the stage) of a jaxpr.
+
+    Args:
+      varying: numbers of the inputs that depend on the stage.
+
+    Raises:
+      AssertionError: a predicate of a conditional or a loop depends on the stage.
+    """
+    depends = {jaxpr.invars[i] for i in varying}
+    reads = conditionals = 0
+
+    def found(atom) -> bool:
+        return isinstance(atom, jax_core.Var) and atom in depends
+
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, [found(atom) for atom in equation.invars]
+        tainted = any(inputs) or name == "axis_index"
+        reads += name == "axis_index"
+        if name == "cond":
+            conditionals += 1
+            assert not inputs[0], "a conditional's predicate depends on the stage"
+        assert name != "while" or not any(inputs[: equation.params["cond_nconsts"]])
+        for inner in () if name == "pallas_call" else _inner(equation):  # a kernel is on one device
+            assert len(inner.invars) <= len(inputs) + 1
+            lead = len(inputs) - len(inner.invars)
+            marks = {i for i in range(len(inner.invars)) if lead + i >= 0 and inputs[lead + i]}
+            if name == "shard_map":  # its inputs that are split over stages are a stage's own
+                marks |= {i for i, spec in enumerate(equation.params["in_specs"]) if "pipeline" in str(spec)}
+            outs: list[bool] = []
+            while True:  # what a loop carries round may bring the stage back in
+                r, c, outs = stage_dependent_predicates(inner, frozenset(marks))
+                first, carried = scan_sizes(equation.params) if name == "scan" else (0, 0)
+                more = {first + i for i in range(carried) if outs[i]} - marks
+                if not more:
+                    break
+                marks |= more
+            reads, conditionals = reads + r, conditionals + c
+            tainted = tainted or any(outs)
+        if tainted and name not in ("psum", "pmax"):  # the same on all stages after these
+            depends.update(equation.outvars)
+    return reads, conditionals, [found(atom) for atom in jaxpr.outvars]
+
+
+@pytest.mark.parametrize("source", ["axis_index", "rows"])
+def test_a_predicate_that_depends_on_the_stage_would_be_found(source):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("pipeline",))
+
+    def program(rows):
+        stage = jax.lax.axis_index("pipeline") if source == "axis_index" else rows[0]
+
+        def tick(total, _):
+            return jax.lax.cond(total > 0, lambda t: t + 1, lambda t: t + stage, total), None
+
+        return jax.lax.scan(tick, 0, length=3)[0][None]
+
+    split = jax.sharding.PartitionSpec("pipeline")
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    with pytest.raises(AssertionError, match="depends on the stage"):
+        stage_dependent_predicates(jax.make_jaxpr(mapped)(np.zeros(2, np.int32)).jaxpr)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, 8, 2, "interleaved"),
+        Case(4, 8, schedule="gpipe"),
+        Case(4, 4, model=SEVEN, packed=True),
+        Case(4, 8, 2, "interleaved", edges="last"),
+    ],
+    ids=["interleaved", "gpipe", "seven", "last"],
+)
+def test_no_predicate_depends_on_the_stage(case):
+    reads, conditionals, _ = stage_dependent_predicates(traced(case).jaxpr.jaxpr)
+    assert reads > 0 and (conditionals > 0 or case.schedule == "1f1b")
+
+
+def counted(lowered) -> float:
+    found = hlo_flops(lowered.compile(FAST_COMPILE).as_text())
+    assert not found.notes
+    return found.total
+
+
+ALONE = Case(stages=1, fsdp=4)
+
+
+@lru_cache
+def flops_of_full_remat() -> float:
+    return counted(traced(ALONE, "full").lower())
+
+
+def flops_recomputed() -> float:
+    """Returns the FLOPs of the step that keeps everything, and of one more pass through the layers.
+
+    A stage that keeps one input recomputes its layers in whole, since each needs the last one's
+    output; `remat=full` need not, since it keeps them: XLA leaves each layer's last product out.
+    """
+    tokens = BATCH * LENGTH / ALONE.devices
+    head = 2 * tokens * ALONE.model.d_model * ALONE.model.vocab_size
+    evaluation = build(ALONE).evaluate.lower(*abstract_inputs(build(ALONE), ALONE))
+    return counted(traced(ALONE).lower()) + counted(evaluation) - head
+
+
+@pytest.mark.parametrize(
+    "case", [Case(4, 8), Case(4, 8, 2, "interleaved"), Case(4, 8, schedule="gpipe")], ids=lambda c: c.schedule
+)
+def test_a_pipeline_computes_no_more_than_its_bubble(case):
+    """Beside every layer rematerialised, on the same devices: nothing is computed a third time."""
+    work, bubble = case.microbatches * case.chunks, case.stages - 1
+    assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
+    found = counted(traced(case).lower()) / flops_of_full_remat()
+    assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work
+
+
+def test_a_stage_that_keeps_its_input_alone_computes_its_layers_once_more():
+    found = counted(traced(Case(4, 8, remat="none")).lower())
+    limit = 1.02 * 11 / 8
+    assert found <= limit * flops_recomputed() and found > limit * flops_of_full_remat()
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["each tick", "once"])
+def test_a_stage_gathers_its_weights_where_it_says(once):
+    """One chunk, one layer: nothing but our barrier keeps XLA from taking its gathers out."""
+    model = replace(MODEL, num_layers=4)
+    lowered = traced(Case(4, 4, fsdp=2, model=model, gather_once=once)).lower()
+    module = hlo.parse(lowered.compile(FAST_COMPILE).as_text())
+    inside = set().union(*(reachable(module, body) for body in loop_bodies(module)))
+    layer = {(model.d_model, model.d_ff), (model.d_ff, model.d_model)}
+    gathered = [
+        name in inside
+        for name, _, _, shape in collectives(module, ("all-gather",))
+        if tuple(dim for dim in shape if dim > 1) in layer
+    ]
+    assert len(gathered) >= 3 and set(gathered) == {not once}
+
+
+def groups_of(instruction: hlo.Instruction) -> list[list[int]]:
+    """Returns the devices of each group of a collective."""
+    text = instruction.attributes
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        return [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    if named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", text):  # jax 0.12
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        grid = np.arange(np.prod(list(axes.values()))).reshape(tuple(axes.values()))
+        summed = [list(axes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        together = np.moveaxis(grid, summed, range(-len(summed), 0))
+        return together.reshape(-1, np.prod([grid.shape[axis] for axis in summed])).tolist()
+    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert found, text
+    dims, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
+    return np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(dims).tolist()
+
+
+@pytest.mark.parametrize(("edges", "some"), [("last", False), ("replicated", True), ("sharded", True)])
+def test_with_last_edges_ticks_sum_nothing_over_stages(edges, some):
+    case = Case(2, 4, fsdp=2, tensor=2, edges=edges)
+    module = hlo.parse(traced(case).lower().compile(FAST_COMPILE).as_text())
+    inside = set().union(*(reachable(module, body) for body in loop_bodies(module)))
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    each = case.devices // case.stages  # devices of a stage, numbered in a row
+    found = [
+        len({device // each for device in group}) > 1
+        for name in inside
+        for instruction in module.computations.get(name, {}).values()
+        if instruction.opcode.removesuffix("-start") in kinds
+        for group in groups_of(instruction)
+    ]
+    assert len(found) > 20 and any(found) == some
