@@ -44,9 +44,10 @@ def render(runs: Sequence[Run]) -> str:
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
         f"{_tiles(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
-        f"{_each(runs, 'Generated sample', _sample)}"
+        f"{_each(runs, 'Generated sample', lambda run: _text(run.sample))}"
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -226,8 +227,8 @@ def _ops(run: Run) -> str:
     return _table(["op", "share", "ms", "count"], rows)
 
 
-def _sample(run: Run) -> str:
-    return f'<div class="card scroll"><pre>{escape(run.sample)}</pre></div>' if run.sample else ""
+def _text(text: str) -> str:
+    return f'<div class="card scroll"><pre>{escape(text)}</pre></div>' if text else ""
 
 
 def _config(runs: Sequence[Run]) -> str:

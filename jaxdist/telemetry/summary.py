@@ -28,6 +28,7 @@ class Run:
     events: Sequence[metrics.Row]
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
+    plan: str  # plan.txt
 
     def column(self, field: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the rows that have the field as a number (NaN included)."""
@@ -45,12 +46,16 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
     folder = Path(workdir)
     if not folder.is_dir():
         raise config.ConfigError(f"{folder}: no such folder; give the workdir of a training run")
-    known = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json")
+    known = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json", "plan.txt")
     if not any((folder / file).exists() for file in known):
         raise config.ConfigError(
-            f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train"
+            f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train or plan"
         )
-    sample = folder / "sample.txt"
+
+    def text_of(file: str) -> str:
+        path = folder / file
+        return path.read_text(errors="replace") if path.exists() else ""
+
     return Run(
         name=name or folder.resolve().name,
         folder=folder,
@@ -58,8 +63,9 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
         info=_read_json(folder / "run.json", {}),
         rows=metrics.read_rows(folder),
         events=metrics.read_events(folder),
-        sample=sample.read_text(errors="replace") if sample.exists() else "",
+        sample=text_of("sample.txt"),
         ops=_read_json(folder / "profile" / "top_ops.json", []),
+        plan=text_of("plan.txt"),
     )
 
 
