@@ -182,11 +182,6 @@ def build_rules(config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool
     return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages)
 
 
-def mesh_shape(mesh: Mesh) -> MeshShape:
-    """Returns the sizes of a built mesh (its cross-slice part is not recorded there)."""
-    return MeshShape(dict(mesh.shape), dict.fromkeys(mesh.shape, 1))
-
-
 # --- while a step is traced -----------------------------------------------------------------------
 
 
@@ -265,6 +260,13 @@ def vocabulary_axis(names: Names) -> str | None:
     now = active()
     split = now is not None and now.in_stage and now.rules.vocab_over_stages and "vocab" in names
     return "pipeline" if split else None
+
+
+def platform() -> str:
+    """Returns "tpu", "gpu" or "cpu": of the mesh in force (ahead of time it is not the host's)."""
+    now = active()
+    name = jax.default_backend() if now is None else now.mesh.devices.flat[0].platform
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist import sharding
-from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.ops import attention as module
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.splash import block_size, splash_attention
@@ -175,7 +175,7 @@ def test_layouts_equal_one_device(sizes, H, K, packed):
     options = {"segment_ids_BS": _segments(8, 128)} if packed else {}
     config = MeshConfig(**sizes)
     mesh = build_mesh(config)
-    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    rules = sharding.build_rules(config, resolve_mesh(config, mesh.size))
 
     def sharded(q, k, v, **options):
         with sharding.activate(mesh, rules):

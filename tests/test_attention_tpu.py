@@ -45,7 +45,7 @@ def _compile(name: str) -> dict:
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     config = meshes.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)
     mesh = meshes.build_mesh(config, devices)
-    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size))
 
     def loss(w, x, k, ids):
         def layer(x, w):

@@ -10,7 +10,7 @@ import pytest
 from jaxdist import decoding, sharding
 from jaxdist.config import ConfigError
 from jaxdist.decoding import SamplingConfig
-from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.training.state import describe, fresh_arrays
 
@@ -40,7 +40,7 @@ def generator(variant: str, **axes: int):
     """Returns the generator of a variant on a mesh, given only prompts and keywords."""
     config = MeshConfig(**(axes or {"data": 1}))
     mesh = build_mesh(config, jax.devices()[: np.prod(list(axes.values()), dtype=int)])
-    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    rules = sharding.build_rules(config, resolve_mesh(config, mesh.size))
     spec, trainable, model_state = model_of(variant)
     places = [
         jax.NamedSharding(mesh, rules.stored(names, leaf.shape))
@@ -143,7 +143,7 @@ def test_sizes_in_one_bucket_share_a_program():
             return spec.assemble(trainable, model_state)
 
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    rules = sharding.build_rules(MeshConfig(), sharding.mesh_shape(mesh))
+    rules = sharding.build_rules(MeshConfig(), resolve_mesh(MeshConfig(), mesh.size))
     generate = decoding.build_generator(Counting(), mesh, rules)
     sizes = ((PROMPTS[:1], 3, 0), (PROMPTS[2:], 9, 5))
     found = [

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist import evaluation, sharding
 from jaxdist.evaluation import evaluate
-from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.optimizers import OptimizerConfig, build_schedule
 from jaxdist.training.state import describe
@@ -42,7 +42,7 @@ def step_on(**axes: int):
     """Returns the built step and its first state on a mesh."""
     config = MeshConfig(**(axes or {"data": 1}))
     mesh = build_mesh(config, jax.devices()[: math.prod(axes.values())])
-    rules = sharding.build_rules(config, sharding.mesh_shape(mesh))
+    rules = sharding.build_rules(config, resolve_mesh(config, mesh.size))
     spec = describe(lambda rngs: Transformer(MODEL, rngs=rngs))
     optimizer = OptimizerConfig()
     schedule = build_schedule(optimizer, 1000, 4)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models.staged import Context
-from jaxdist.sharding import shard
+from jaxdist.sharding import platform, shard
 
 Names = tuple[str | None, ...]
 
@@ -101,10 +101,40 @@ def rotary_tables(positions_BS: jax.Array, frequencies: jax.Array) -> tuple[jax.
 
 
 def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns x with its halves rotated (the convention of Hugging Face's Llama, not pairs)."""
+    """Returns x with its halves rotated (the convention of Hugging Face's Llama, not pairs).
+
+    TPU tiles are 128 lanes wide: cutting heads of 128 in half and putting them together takes 5 % of
+    a step there. A product with a signed permutation, exact in any dtype, swaps the halves instead.
+    """
+    if platform() == "tpu":
+        return _rotate_by_product(x_BSHN, cos, sin)
     first, second = jnp.split(x_BSHN.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSHN.dtype)
+
+
+@jax.custom_vjp
+def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
+    swapped = jnp.einsum(
+        "bshn,nm->bshm", x_BSHN, _half_turn(x_BSHN.shape[-1], x_BSHN.dtype),
+        precision=jax.lax.Precision.HIGHEST, preferred_element_type=x_BSHN.dtype,
+    )  # fmt: skip
+    return (x_BSHN.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x_BSHN.dtype)
+
+
+def _half_turn(size: int, dtype) -> jax.Array:
+    """Returns the matrix of (first, second) -> (-second, first)."""
+    zero, one = jnp.zeros((size // 2, size // 2), dtype), jnp.eye(size // 2, dtype=dtype)
+    return jnp.block([[zero, one], [-one, zero]])
+
+
+# The transpose of a rotation is the one by minus the angle: exact where autodiff's product is not,
+# whose operand would be float32.
+_rotate_by_product.defvjp(
+    lambda x, cos, sin: (_rotate_by_product(x, cos, sin), (cos, sin)),
+    lambda tables, dy: (_rotate_by_product(dy, tables[0], -tables[1]), *map(jnp.zeros_like, tables)),
+)
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -102,15 +102,8 @@ def _check(
         raise ValueError(f"attention: implementation={implementation!r}; choose one of {IMPLEMENTATIONS}")
 
 
-def _platform() -> str:
-    """Returns "tpu", "gpu" or "cpu": of the mesh in force (ahead of time it is not the host's)."""
-    now = sharding.active()
-    name = jax.default_backend() if now is None else now.mesh.devices.flat[0].platform
-    return "gpu" if name in ("cuda", "rocm") else name
-
-
 def _implementation(q_BSHN: jax.Array, options: _Options) -> str:
-    platform = _platform()
+    platform = sharding.platform()
     if platform == "tpu":
         return "splash"
     if platform != "gpu":

@@ -114,7 +114,11 @@ def _forward(x, kernel, targets, weights, options: Options):
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
     gradient = sharding.scatter(dhead.sum(0) if group else dhead, options.names)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
-    return (loss, z), (dx.reshape(x.shape), gradient.astype(kernel.dtype))
+    dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
+    if sharding.platform() == "tpu":
+        # Left to the scheduler, the sum over devices comes last: a whole head stays until then.
+        dx, gradient = jax.lax.optimization_barrier((dx, gradient))
+    return (loss, z), (dx, gradient)
 
 
 def _backward(options, residuals, cotangents):

@@ -30,7 +30,7 @@ def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
 def _embed(table, indices, names: Names, dtype):
     indices, by_width = _by_width(indices, names, sharding.stored_by_fsdp)
     local, own = _own_part(indices, table, names)
-    table = table if own is None else _unsplit(table, by_width)
+    table = _unsplit(table, by_width)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
     axis = sharding.vocabulary_axis(names)
     if own is not None and axis is not None:
@@ -49,8 +49,7 @@ def _backward(names, dtype, residuals, dx):
     local, own = _own_part(indices, table, names)
     dx = dx.astype(jnp.float32) if own is None else jnp.where(own[..., None], dx, 0).astype(jnp.float32)
     total = jnp.zeros(table.shape, jnp.float32)
-    total = (total if own is None else _unsplit(total, by_width)).at[local].add(dx)
-    total = total if own is None else _unsplit(total, by_width)
+    total = _unsplit(_unsplit(total, by_width).at[local].add(dx), by_width)
     return sharding.scatter(total, names).astype(table.dtype), None
 
 
@@ -61,7 +60,10 @@ def _unsplit(table, by_width: bool):
     """Returns a stage's part of a table with its vocabulary whole on every tensor shard.
 
     XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits inside a stage.
+    Outside a pipeline the table is returned as it is.
     """
+    if not sharding.in_stage():
+        return table
     return sharding.shard(table, None, "width" if by_width else None)
 
 

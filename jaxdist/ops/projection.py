@@ -3,26 +3,29 @@
 `project` is an einsum with four habits that plain autodiff under a partitioner does not have:
 kernels are cast to the activations' dtype and gathered from their fsdp shards here, and again in
 the backward pass, so that neither a cast nor a gathered copy is kept; a kernel's gradient leaves
-its product in float32 and is reduced across devices in float32, in shards; and several kernels of
+its product in `precision.reduce` and is reduced across devices in it, in shards; and several kernels of
 one input (query, key and value; gate and up) give their input's gradient by one product, so that a
 tensor-parallel layer reduces once, not once a kernel (Megatron-LM's f operator, arXiv:1909.08053).
 
-Products run on [rows, columns]: with two dims summed over at once (batch and sequence, in a
-kernel's gradient) XLA's CPU backend copies an operand transposed, which costs a quarter of the
-step.
+What suits a backend differs in two ways. CPU and GPU multiply [rows, columns]: with two dims summed
+over at once (batch and sequence, in a kernel's gradient) XLA's CPU backend copies an operand
+transposed, which costs a quarter of the step. TPU multiplies arrays as they are: merging heads with
+their size copies both, 5 % of a step. And there the sum over devices is written out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
+from jaxdist import precision, sharding
+from jaxdist.mesh import BATCH_AXES
 
 Names = tuple[str | None, ...]
 
@@ -45,37 +48,53 @@ def _project(x, kernels, names: tuple[Names, ...], contract: int):
 
 
 def _forward(x, kernels, names, contract):
-    rows = _rows(x, contract)
-    outputs = tuple(
-        (rows @ _matrix(sharding.gather(kernel, name, x.dtype), contract)).reshape(
-            *x.shape[: x.ndim - contract], *kernel.shape[contract:]
-        )
-        for kernel, name in zip(kernels, names, strict=True)
-    )
-    return outputs, (x, kernels)
+    gathered = _gathered(kernels, names, x.dtype)
+    return tuple(_product(x, kernel, contract) for kernel in gathered), (x, kernels)
 
 
 def _backward(names, contract, residuals, cotangents):
     x, kernels = residuals
-    gathered = [sharding.gather(kernel, name, x.dtype) for kernel, name in zip(kernels, names, strict=True)]
-    columns = [_rows(dy, dy.ndim - x.ndim + contract) for dy in cotangents]
-    rows = _rows(x, contract)
-    gradients = tuple(
-        _kernel_gradient(rows, dy, kernel, name)
-        for kernel, name, dy in zip(kernels, names, columns, strict=True)
-    )
-    dx = _input_gradient(columns, [_matrix(k, contract) for k in gathered], _parts(kernels, contract))
-    return dx.astype(x.dtype).reshape(x.shape), gradients
+    gathered = _gathered(kernels, names, x.dtype)
+    gradients = []
+    for kernel, name, dy in zip(kernels, names, cotangents, strict=True):
+        gradient = _kernel_gradient(x, dy, kernel, name, contract)
+        if _as_they_are() and sharding.axis_size("tensor") == 1:
+            # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
+            # (A tensor shard's are small, and there the compiler recomputes less under a fixed order.)
+            gradient, cotangents = jax.lax.optimization_barrier((gradient, tuple(cotangents)))
+        gradients.append(gradient)
+    return _input_gradient(cotangents, gathered, contract).astype(x.dtype), tuple(gradients)
 
 
-def _kernel_gradient(rows, dy, kernel, names: Names):
-    """Returns the gradient of one kernel, summed in float32 on the device and across devices."""
-    axes = tuple(range(rows.ndim - 1))
-    product = jnp.tensordot(rows, dy, (axes, axes), preferred_element_type=jnp.float32)
-    return sharding.scatter(product.reshape(kernel.shape), names).astype(kernel.dtype)
+_project.defvjp(_forward, _backward)
 
 
-def _input_gradient(columns: Sequence[jax.Array], matrices: Sequence[jax.Array], parts: int):
+def _gathered(kernels, names, dtype) -> list[jax.Array]:
+    return [sharding.gather(kernel, name, dtype) for kernel, name in zip(kernels, names, strict=True)]
+
+
+def _product(x, kernel, contract: int):
+    """Returns x [..., *K] times the kernel [*K, *out]."""
+    if _as_they_are():
+        return jnp.tensordot(x, kernel, contract)
+    rows = _rows(x, contract) @ _matrix(kernel, contract)
+    return rows.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:])
+
+
+def _input_gradient(cotangents: Sequence[jax.Array], kernels: Sequence[jax.Array], contract: int):
+    """Returns the sum over kernels of dy times the kernel transposed, with tensor parts as one product."""
+    outs = [kernel.ndim - contract for kernel in kernels]
+    if _as_they_are():
+        axes = [(list(range(-n, 0)),) * 2 for n in outs]
+        products = [jnp.tensordot(*pair) for pair in zip(cotangents, kernels, axes, strict=True)]
+        return sum(products[1:], products[0])
+    columns = [_rows(dy, n) for dy, n in zip(cotangents, outs, strict=True)]
+    matrices = [_matrix(kernel, contract) for kernel in kernels]
+    lead = cotangents[0].shape[: cotangents[0].ndim - outs[0]]
+    return _merged(columns, matrices, _parts(kernels, contract)).reshape(*lead, *kernels[0].shape[:contract])
+
+
+def _merged(columns: Sequence[jax.Array], matrices: Sequence[jax.Array], parts: int):
     """Returns the sum over kernels of dy @ kernel.T; with tensor parts as one product."""
     if parts > 1 and len(matrices) > 1:
         # Every tensor shard stacks its own columns: nothing moves, and one sum crosses shards.
@@ -93,6 +112,65 @@ def _parts(kernels, contract: int) -> int:
     return size if all(kernel.shape[contract] % size == 0 for kernel in kernels) else 1
 
 
+def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
+    """Returns the gradient of one kernel, summed on the device and, in `precision.reduce`, across them."""
+    dtype = precision.reduce_dtype()
+    if _as_they_are():
+        lead = tuple(range(x.ndim - contract))
+        product = partial(jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype)
+        return _summed_in_shards(product, x, dy, names, contract).astype(kernel.dtype)
+    x, dy = _rows(x, contract), _rows(dy, kernel.ndim - contract)
+    axes = tuple(range(x.ndim - 1))
+    gradient = jnp.tensordot(x, dy, (axes, axes), preferred_element_type=dtype)
+    return sharding.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
+
+
+def _summed_in_shards(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    dy: jax.Array,
+    names: Names,
+    contract: int,
+) -> jax.Array:
+    """Returns a parameter's gradient product(x, dy), summed over devices and laid out as gradients are.
+
+    The sum over fsdp is a reduce-scatter written out: libtpu's partitioner sums whole gradients on
+    every device and cuts them then, twice the bytes on the wire and the whole in memory. (For 256
+    devices of a 16 x 16 or 4 x 8 x 8 torus libtpu 0.0.42.1 makes the same of a written-out one.)
+
+    Args:
+      product: sums over the leading dims of its arguments, on one device.
+      x, dy: [batch, sequence, *K] and [batch, sequence, *out] for a parameter [*K, *out].
+      contract: the number of dims in K.
+    """
+    now, lead = sharding.active(), x.ndim - contract
+    dims = (*x.shape[lead:], *dy.shape[lead:])
+    if now is None:
+        return product(x, dy)
+    rows = now.rules.activation(("batch", "sequence", *(None,) * lead)[:lead], x.shape[:lead])
+    axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
+    if any(now.rules.shape.sizes[axis] > 1 and axis not in axes for axis in BATCH_AXES):
+        # Written out, devices with the same samples would add up.
+        return sharding.scatter(product(x, dy), names)
+    used, out = now.rules.computed(names, dims), now.rules.gradient(names, dims)
+    shards = [i for i, entry in enumerate(out) if "fsdp" in sharding.axes_in(entry)]
+
+    def local(x, dy):
+        total = product(x, dy)
+        for dim in shards:
+            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=dim, tiled=True)
+        rest = [axis for axis in axes if not (shards and axis == "fsdp")]
+        return jax.lax.psum(total, rest) if rest else total
+
+    specs = P(*rows, *used[:contract]), P(*rows, *used[contract:])
+    region = now.manual_region()
+    return jax.shard_map(local, **region, in_specs=specs, out_specs=out, check_vma=False)(x, dy)
+
+
+def _as_they_are() -> bool:
+    return sharding.platform() == "tpu"
+
+
 def _rows(x: jax.Array, trailing: int) -> jax.Array:
     """Returns [rows, columns], the last `trailing` dims merged, and the others where they may be.
 
@@ -106,6 +184,3 @@ def _rows(x: jax.Array, trailing: int) -> jax.Array:
 
 def _matrix(kernel: jax.Array, contract: int) -> jax.Array:
     return kernel.reshape(math.prod(kernel.shape[:contract]), -1)
-
-
-_project.defvjp(_forward, _backward)

@@ -56,6 +56,7 @@ def build_pipelined(
     compute: str,
     remat: str,
     gather_once: bool = False,
+    edges_last: bool = False,
     backward: bool = True,
 ) -> Pipelined:
     """Returns `pipelined(trainable, model_state, batch, key) -> (gradient sums, Loss)`.
@@ -65,6 +66,7 @@ def build_pipelined(
     Args:
       remat: policy inside a stage's recomputation; "layers": F keeps the inputs of all layers.
       gather_once: whether a stage's fsdp shards are gathered once, not in each tick.
+      edges_last: whether stages embed and score for themselves, and only the ends' results count.
       backward: False computes the loss alone.
     """
     microbatches = program.schedule.microbatches
@@ -81,7 +83,7 @@ def build_pipelined(
 
         pipeline = Pipeline(
             program, num_layers, assemble, transform, run_blocks,
-            keeps_layers=remat == "layers", gather_once=gather_once,
+            keeps_layers=remat == "layers", gather_once=gather_once, edges_last=edges_last,
         )  # fmt: skip
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         with precision.computing_in(compute):

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
+from jaxdist import precision, sharding
 from jaxdist.models.staged import Batch
 from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer, state_specs
 from jaxdist.sharding import Rules
@@ -32,6 +32,7 @@ class StepConfig:
     accumulation: int = 1
     compute: str = "float32"
     params: str = "float32"
+    reduce: str = "float32"
     remat: str = "dots"
     ema_decay: float = 0.0
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
@@ -92,7 +93,7 @@ def build_train_step(
     scored = _pipelined(spec, config, backward=False) or objective
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        with sharding.activate(mesh, rules):
+        with sharding.activate(mesh, rules), precision.reducing_in(config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
                 objective, state.trainable, state.model_state, batch, key,
@@ -136,7 +137,7 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
         return None
     return build_pipelined(
         spec, cut.program(), cut.num_layers, compute=config.compute, remat=cut.remat,
-        gather_once=cut.config.gather_once, backward=backward,
+        gather_once=cut.config.gather_once, edges_last=cut.config.edges == "last", backward=backward,
     )  # fmt: skip
 
 

@@ -1,0 +1,83 @@
+"""Remat policies: what they refuse, and that gradients do not depend on them, on the host or not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist import mesh as meshes
+from jaxdist import remat, sharding
+from jaxdist.models.staged import staged_loss
+from jaxdist.models.transformer import Transformer, TransformerConfig
+
+POLICIES = (
+    "full",
+    "dots",
+    "save:attention_residuals,mlp_up",
+    "offload:block_input,query,key,value,attention_projection",
+    "save:attention_residuals+offload:block_input,mlp_gate,mlp_up",
+)
+CONFIG = TransformerConfig(num_layers=3, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
+    tokens = jax.random.randint(jax.random.key(1), (size, length + 1), 0, CONFIG.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(length), (size, length))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": jnp.ones((size, length)),
+            "positions": positions}  # fmt: skip
+
+
+def gradients(policy: str):
+    """Returns the jitted gradient function of a small model and its argument."""
+    graph, state = nnx.split(Transformer(CONFIG, rngs=nnx.Rngs(0)))
+    config = meshes.MeshConfig(data=1, fsdp=4, tensor=2)
+    mesh = meshes.build_mesh(config)
+    rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size))
+
+    def loss(state):
+        transform = functools.partial(remat.rematerialised, policy=policy)
+        with sharding.activate(mesh, rules):
+            return staged_loss(nnx.merge(graph, state), batch(), None, transform).sum
+
+    return jax.jit(jax.grad(loss)), state
+
+
+@functools.cache
+def reference() -> list[np.ndarray]:
+    function, state = gradients("none")
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(function(state))]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_do_not_depend_on_the_policy(policy):
+    function, state = gradients(policy)
+    moved = str(function.trace(state).jaxpr).count("device_put[")
+    assert (moved > 0) == ("offload" in policy)
+    for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [
+        ("offlaod:query", "must be none, full, dots, save:NAME,NAME"),
+        ("save:query+save:key", "must be"),
+        ("offload:query+save:key", "must be"),
+        ("offload:querry", "Did you mean query"),
+        ("save:key+offload:query,key", "key is named twice"),
+        ("save:", "no activation is named ''"),
+    ],
+)
+def test_faults_say_what_to_write(policy, fault):
+    (found,) = remat.faults(remat.RematConfig(policy))
+    assert fault in found
+
+
+def test_names_are_those_that_the_model_gives():
+    function, state = gradients("offload:block_input")
+    text = str(function.trace(state).jaxpr)
+    for name in remat.NAMES:
+        assert f"name={name}" in text, name
