@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -12,12 +13,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the store has no public door; the same names in 0.10 to 0.12
+from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
 from jaxdist import hardware
 from jaxdist.config import ConfigError
 
 LAUNCH = "jaxdist launch"
+LOOPBACK = "127.0.0.1"
+# A frozen machine is noticed after the first; the others wait that long for the lead's last words.
+TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 120}
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
@@ -70,20 +76,45 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
     and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
     """
     launcher = detect_launcher(environ)
-    if launcher == LAUNCH:
-        number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
-        jax.distributed.initialize(environ["JAXDIST_COORDINATOR"], number, rank)
-        return f"process {rank} of {number}, joined through {LAUNCH}"
     if launcher is None:
         return None
+    # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other handler.
+    jax.config.update("jax_enable_preemption_service", False)
+    if launcher == LAUNCH:
+        address = environ["JAXDIST_COORDINATOR"]
+        number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
+        here = address if address.startswith(LOOPBACK) else None
+        if here:
+            _listen_on_loopback()
+        # launch has chosen the devices: under Slurm, jax would choose again among them.
+        jax.distributed.initialize(
+            address, number, rank, cluster_detection_method="deactivate",
+            coordinator_bind_address=here, **TIMEOUTS,
+        )  # fmt: skip
+        return f"process {rank} of {number}, joined through {LAUNCH}"
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**TIMEOUTS)
     except ValueError as error:
         raise ConfigError(
             f"{launcher} was detected, but its process group is not known ({error}); start all processes "
             f"through it, or unset its variables to run alone"
         ) from error
     return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
+
+
+def _listen_on_loopback() -> None:
+    """Makes CPU collectives listen on loopback; by default they take the host's own address."""
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is not None:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
+
+
+def notes() -> Any:
+    """Returns the group's key-value store (jax's coordination service), or None for one process.
+
+    It needs no device. Methods: key_value_set(key, value, overwrite), key_value_dir_get(prefix).
+    """
+    return distributed.global_state.client
 
 
 def detect_launcher(environ: Mapping[str, str]) -> str | None:

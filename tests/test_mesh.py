@@ -155,7 +155,7 @@ def test_real_slices_lie_along_the_dcn_axis():
 )
 def test_launchers_are_told_apart(environ, launcher, monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
     line = machine.join_processes(environ)
     assert (line or "").endswith(launcher or "") and (line is None) == (launcher is None)
     assert joined == ([] if launcher is None else [()])
@@ -163,7 +163,7 @@ def test_launchers_are_told_apart(environ, launcher, monkeypatch):
 
 def test_our_own_launcher_comes_first(monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
     environ = {
         "JAXDIST_COORDINATOR": "localhost:1", "JAXDIST_NUM_PROCESSES": "2",
         "JAXDIST_PROCESS_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",

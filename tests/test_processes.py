@@ -1,19 +1,26 @@
 """Training by several processes: the same numbers as one process with the same devices."""
 
+import os
+import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from test_train import command, environment, losses, train
 
-from jaxdist.telemetry.metrics import read_events
+from jaxdist import recipe
+from jaxdist.mesh import resolve_mesh
+from jaxdist.resilience import elastic
+from jaxdist.resilience.preemption import StopSignals
+from jaxdist.telemetry.metrics import MetricsWriter, read_events
 
 LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 
 
-def train_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[str]:
-    """Runs one training in several processes; returns what each of them printed."""
+def start_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[subprocess.Popen]:
+    """Starts one training in several processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,6 +40,12 @@ def train_together(workdir: Path, processes: int, devices_each: int, **changes) 
                 text=True,
             )
         )
+    return started
+
+
+def train_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[str]:
+    """Runs one training in several processes; returns what each of them printed."""
+    started = start_together(workdir, processes, devices_each, **changes)
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(said)[-4000:]
     return said
@@ -51,3 +64,82 @@ def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
     assert [e for e in read_events(two) if e["event"] == "start"][0]["processes"] == 2
     alone = LAYOUT | {"mesh__fsdp": 1, "mesh__tensor": 1}
     assert "finished at step 6" in train(two, devices=1, **alone).stdout
+
+
+@pytest.mark.parametrize("phase", ["start", pytest.param("late", marks=pytest.mark.slow)])
+def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
+    first, second = start_together(tmp_path / "run", 2, 1)
+    marker = "joined through" if phase == "start" else "data:"
+    assert first.stdout is not None
+    while marker not in first.stdout.readline():
+        assert first.poll() is None
+    began = time.monotonic()
+    for process in (first, second):
+        process.send_signal(signal.SIGTERM)
+    codes = [process.wait(60) for process in (first, second)]
+    print(codes, time.monotonic() - began)
+    assert codes[0] == 75 and set(codes) <= {75, 70, -15}, codes
+
+
+def test_a_users_own_handler_is_called_and_put_back():
+    heard = []
+    own = signal.signal(signal.SIGTERM, lambda *_: heard.append("user"))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        with StopSignals() as stop:
+            assert not stop.reached()
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)  # a second kind of signal asks for the same
+            assert stop.reached() and stop.asked and heard == ["user"]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, own)
+
+
+def test_a_second_interrupt_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reached()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+# --- another number of devices --------------------------------------------------------------------
+
+
+def elastic_run(**settings):
+    config = recipe.default_config()
+    config.update_from_flattened_dict({"batch.global_size": 24} | settings)
+    return recipe.from_config(config)
+
+
+def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
+    run = elastic_run(**{"mesh.fsdp": 4, "mesh.zero": 2})
+    assert elastic.refit(run, devices=3, full_devices=None) is run
+    assert elastic.refit(run, devices=8, full_devices=8) is run
+    smaller = elastic.refit(run, devices=4, full_devices=8)
+    assert (smaller.mesh.data, smaller.mesh.fsdp, smaller.mesh.zero) == (1, 4, 2)
+    assert smaller.batch.accumulation == 2 and smaller.batch.global_size == 24
+    three = elastic.refit(run, devices=3, full_devices=8)
+    assert (three.mesh.data, three.mesh.fsdp, three.mesh.zero, three.batch.accumulation) == (3, 1, 3, 4)
+    for found, devices in ((smaller, 4), (three, 3)):
+        assert resolve_mesh(found.mesh, devices).batch_shards == devices
+    assert recipe.run_fingerprint(smaller) == recipe.run_fingerprint(run)
+    assert elastic.refit(run, devices=7, full_devices=8) is run  # 24 is no multiple of 7: refused later
+
+
+def test_what_an_elastic_run_was_written_for(tmp_path):
+    assert elastic.full_devices({}, tmp_path, here=2) is None
+    assert elastic.full_devices({elastic.FULL_PROCESSES: "4"}, tmp_path, here=2) == 8
+    by_scheduler = {elastic.FULL_PROCESSES: "0"}
+    assert elastic.full_devices(by_scheduler, tmp_path, here=2) is None  # the first start
+    assert elastic.resized(tmp_path, elastic_run(), 16) is None
+    writer = MetricsWriter(tmp_path)
+    for devices in (16, 8):
+        writer.event("start", 0, devices=devices, processes=1)
+    writer.close()
+    assert elastic.full_devices(by_scheduler, tmp_path, here=2) == 16
+    assert elastic.resized(tmp_path, elastic_run(), 8) is None
+    found = elastic.resized(tmp_path, elastic_run(**{"mesh.fsdp": 2}), 4)
+    assert found == {
+        "devices_before": 8, "devices": 4, "mesh": {"data": -1, "fsdp": 2}, "accumulation": 1
+    }  # fmt: skip

@@ -1,0 +1,27 @@
+"""Surviving: signals, lost processes, fewer machines. The exit codes that commands agree on."""
+
+import signal
+from collections.abc import Mapping
+
+from jaxdist.config import ConfigError
+
+EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
+EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
+EXIT_HANG = 76  # killed by the watchdog
+EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
+EXIT_CONFIG = 78  # a fault of the configuration: the same start would fail again
+
+STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"  # variable: more signals that ask to stop, e.g. SIGUSR1,SIGUSR2
+
+
+def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
+    """Returns the signals that ask a run to stop: SIGINT, SIGTERM and those of JAXDIST_STOP_SIGNALS.
+
+    Raises:
+      ConfigError: a name is no signal's.
+    """
+    names = environ.get(STOP_SIGNALS, "").replace(",", " ").split()
+    wrong = [name for name in names if name not in signal.Signals.__members__]
+    if wrong:
+        raise ConfigError(f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal; write e.g. SIGUSR1")
+    return [signal.SIGINT, signal.SIGTERM, *(signal.Signals[name] for name in names)]

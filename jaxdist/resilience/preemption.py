@@ -1,36 +1,215 @@
-"""Ends a run at a signal: after the step under way, with everything saved."""
+"""Ends a run at a signal: every process after the same step, with everything saved.
+
+Signals to one process are enough. Processes agree through the coordination service, not through a
+collective: the devices never wait for it, and a step costs one look at a number.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import itertools
+import math
+import os
 import signal
+import sys
 import threading
+import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from jaxdist import machine
+from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
+
+_LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
+_READY_MS = 3_600_000  # for all to be ready for the first step; a lost process ends the wait sooner
+_BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy outside Python
+_LOST = (  # words of errors by which one process hears that another has gone
+    "gloo", "nccl", "coordination service", "coordinationservice", "closed by peer", "reset by peer",
+)  # fmt: skip
+
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM only set `asked`: the step under way is finished and saved.
+    """While entered, signals only ask: the step under way is finished and saved, by all processes.
 
-    For a process on its own. In a group one process must not stop alone: there signals keep their
-    meaning. A second SIGINT interrupts at once.
+    A user's own handler is called, too. A second SIGINT interrupts at once.
     """
 
+    _numbers = itertools.count()  # the same on all processes: they make the same runs in order
+
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = False  # whether `reached` has returned True
+        self._heard = self._interrupted = False
+        self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
+        self._lock, self._left = threading.Lock(), threading.Event()
+        self._name = f"jaxdist/stop/{next(self._numbers)}"
+        self._notes = machine.notes()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+        if self._notes is not None:
+            # Compilers differ by minutes in their time, the first collective waits half of one.
+            self._notes.wait_at_barrier(f"{self._name}/ready", _READY_MS)
+        if threading.current_thread() is threading.main_thread():
+            for number in stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._ask)
+        if self._notes is not None:
+            self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+            self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            _leave_if_peer_lost(error)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: C code's, which Python cannot put back
+                signal.signal(number, _after(number) if handler is _before_the_run else handler)
+        self._left.set()
+        if self._notes is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._tell("at", self._steps)  # for one who asks now: we are past our last step
+            self._thread.join(timeout=1)
 
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
+    def reached(self) -> bool:
+        """Returns whether to stop after this step; each process calls it once a step, all get the same."""
+        with self._lock:
+            self._steps += 1
+            self.asked = self._steps >= self._stop_at
+        return self.asked
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        self._heard = True
+        if self._notes is None:
+            self._stop_at = 0
+        before = self._before.get(number)
+        if callable(before) and before not in (signal.default_int_handler, _before_the_run):
+            before(number, frame)
+
+    # --- a thread of every process of a group -----------------------------------------------------
+
+    def _watch(self) -> None:
+        """Hands on what this process was asked, and agrees on a step once any was asked."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no coordinator: the run is over
+            while not self._left.wait(_LOOK_S):
+                if self._heard:
+                    self._tell("asked", 1)
+                if self._told("asked"):
+                    self._agree()
+                    return
+
+    def _agree(self) -> None:
+        """Sets the step to stop at: the first that no process has passed. None moves on meanwhile."""
+        with self._lock:
+            self._tell("at", self._steps)
+            answers: list[int] = []
+            while len(answers) < jax.process_count() and not self._left.wait(_TRY_S):
+                answers = self._told("at")
+            if not self._left.is_set():
+                self._stop_at = max(answers) + 1
+
+    def _tell(self, what: str, value: int) -> None:
+        self._notes.key_value_set(f"{self._name}/{what}/{jax.process_index()}", str(value), True)
+
+    def _told(self, what: str) -> list[int]:
+        return [int(value) for _, value in self._notes.key_value_dir_get(f"{self._name}/{what}/")]
+
+
+# --- a process of its own -------------------------------------------------------------------------
+
+_owned = False  # whether this process is ours to end: a command's, not a notebook's or a library's
+
+
+@contextlib.contextmanager
+def own_process() -> Iterator[None]:
+    """Ends a command's process in ways that others can rely on.
+
+    A signal before the first step ends it at once with 75: nothing is unsaved, and a compiler or a
+    wait for other processes may take longer than there is time. In a group, a failure ends it at
+    once: an orderly end would wait for processes that wait for this one.
+    """
+    global _owned
+    _owned = True
+    _listen()
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == EXIT_PREEMPTED:
+            _leave_tidily(EXIT_PREEMPTED)
+        if leaving.code not in (0, None):
+            _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
+        raise
+    except BaseException as error:
+        _leave_if_peer_lost(error)
+        if machine.notes() is not None:
+            traceback.print_exc()
+        _leave_group(1)
+        raise
+
+
+def owns_process() -> bool:
+    """Returns whether the process is a command's, and so ours to end."""
+    return _owned
+
+
+def _leave_if_peer_lost(error: BaseException) -> None:
+    text = str(error).lower()
+    own_fault = "resource_exhausted" in text  # of memory, that of NCCL too
+    if _owned and machine.notes() is not None and not own_fault and any(words in text for words in _LOST):
+        print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+        _leave_group(EXIT_PEER_LOST)
+
+
+def _leave_group(code: int) -> None:
+    if machine.notes() is not None:
+        _leave(code)
+
+
+def _leave_tidily(code: int) -> None:
+    """Ends the process as Python would, but for taking itself apart: that lasts for seconds."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # these two are how Python's own end begins
+        atexit._run_exitfuncs()
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _listen() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in stop_signals(os.environ):
+        signal.signal(number, _before_the_run)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_answer_signals, args=(reader,), name="signals", daemon=True).start()
+
+
+def _before_the_run(*_: object) -> None:
+    """A signal's handler where StopSignals has none: ends the process."""
+    os.write(1, b"asked to stop: nothing is unsaved\n")  # print may be what was interrupted
+    _leave(EXIT_PREEMPTED)
+
+
+def _after(number: int) -> Any:
+    """Returns the handler for when the run is over: its last words are not cut short."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
+
+
+def _answer_signals(reader: int) -> None:
+    """Ends the process for a signal that the main thread, outside Python, cannot answer in time."""
+    while data := os.read(reader, 1):
+        time.sleep(_BLOCKED_S)
+        if signal.getsignal(data[0]) is _before_the_run:
+            _before_the_run(data[0], None)

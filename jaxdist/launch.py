@@ -1,0 +1,111 @@
+"""`python -m jaxdist.launch --processes N -- COMMAND`: starts and supervises a run's processes.
+
+On a machine of its own, or as the agent of a node under Slurm, Kubernetes or mpirun. Needs no jax.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from jaxdist import config
+from jaxdist.config import ConfigError
+from jaxdist.resilience.node import device_environment
+from jaxdist.resilience.scheduler import find_agents
+from jaxdist.resilience.supervisor import Options, Supervisor
+
+_PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]
+_LEAST = {"processes": 1, "devices_per_process": 1, "min_processes": 1, "max_restarts": 0}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code of the run, or 78."""
+    try:
+        options = _options(list(sys.argv[1:] if argv is None else argv))
+        agents = find_agents(os.environ)
+        if agents.number > 1:
+            _say(str(agents))
+            if options.capacity_file:
+                raise ConfigError(
+                    "--capacity-file: with several agents the scheduler says how many there are"
+                )
+        for slot in range(options.processes):  # refuses what cannot be, before anything starts
+            device_environment(os.environ, slot, options.processes, options.devices_per_process)
+        if options.preflight:
+            look = dataclasses.replace(options, command=_PREFLIGHT, min_processes=None, max_restarts=0)
+            if code := Supervisor(look, agents, os.environ, say=_say).run():
+                return code
+        return Supervisor(options, agents, os.environ, say=_say).run()
+    except (ConfigError, FileNotFoundError, PermissionError) as error:
+        for fault in getattr(error, "faults", (str(error),)):
+            print(f"error: {fault}", file=sys.stderr)
+        return config.EXIT_CONFIG
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _options(argv: list[str]) -> Options:
+    """Returns what the arguments ask for.
+
+    Raises:
+      ConfigError: all that is wrong with them.
+    """
+    own, command = argv, []
+    if "--" in argv:
+        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    flags = _parser().parse_args(own)
+    faults = [
+        f"--{name.replace('_', '-')} {value}: must be >= {least}"
+        for name, least in _LEAST.items()
+        if (value := getattr(flags, name)) is not None and value < least
+    ]
+    if flags.min_processes is not None and flags.min_processes > flags.processes:
+        faults.append(f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}")
+    if not command:
+        faults.append("no command: write `-- python -m jaxdist.train --config NAME` after the flags")
+    if faults:
+        raise ConfigError(faults)
+    return Options(
+        command=command, processes=flags.processes, devices_per_process=flags.devices_per_process,
+        min_processes=flags.min_processes, max_restarts=flags.max_restarts,
+        capacity_file=flags.capacity_file and Path(flags.capacity_file), grace_s=flags.grace_seconds,
+        preflight=flags.preflight,
+    )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "jaxdist launch [flags] -- COMMAND ..."
+    parser = _Parser(prog="jaxdist launch", description=__doc__, usage=usage)
+    add = parser.add_argument
+    add("--processes", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
+    add("--devices-per-process", type=int, metavar="K",
+        help="CPU: devices that each process emulates; GPU: how many each gets")  # fmt: skip
+    add("--min-processes", type=int, metavar="M",
+        help="go on with fewer, down to M, when processes are lost (default: all or none)")  # fmt: skip
+    add("--max-restarts", type=int, default=3, metavar="R",
+        help="starts again without progress in between before giving up (default 3)")  # fmt: skip
+    add("--capacity-file", metavar="PATH",
+        help="file with the number of processes that can run now, read before each start")  # fmt: skip
+    add("--grace-seconds", type=float, default=120, metavar="S",
+        help="time to save after a signal, before what still runs is killed (default 120)")  # fmt: skip
+    add("--preflight", action="store_true",
+        help="first measure each device's matmul rate and the all-reduce, and name what is slow")  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""A run on another number of devices than its config was written for: same batch, other layout.
+
+The global batch, the learning rate, the order of data and all keys are functions of the config and
+the step, so only two things move: the sizes of mesh axes, and the accumulation. Pure arithmetic,
+without jax: the supervisor asks the same function before it starts a gang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxdist.telemetry.metrics import read_events
+
+FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"  # set by launch --min-processes; 0: as at the first start
+
+# Kept first to last: losing stages or tensor shards changes more of the program than fsdp shards.
+_MODEL_AXES = ("pipeline", "tensor", "context", "expert", "fsdp")
+
+Run = TypeVar("Run", bound=Any)  # RunConfig, which lives above
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Whole sizes of the mesh axes, and the sequential parts of a step."""
+
+    axes: Mapping[str, int]
+    accumulation: int
+
+
+def fit(
+    full: Layout, *, devices: int, global_size: int, microbatches: int, dcn: Mapping[str, int]
+) -> Layout | None:
+    """Returns the layout for `devices`, or None if no legal one has the same global batch.
+
+    Axes other than data keep their size or shrink to a divisor of it (what divided the model's dims
+    still does); data takes the rest. Of the legal ones it has the most model shards, so that a
+    device's part of the state grows as little as can be. The accumulation is the smallest that
+    keeps the sequences of a device at a time at or below those of the full layout.
+
+    Args:
+      full: the config's own layout, every size known.
+      microbatches: of an accumulation step; 0 = 4 x pipeline (1 without a pipeline).
+      dcn: parts of axes across slices, where more than 1: axes stay multiples of them.
+    """
+    if devices == math.prod(full.axes.values()):
+        return full
+    most = _sequences(full, global_size, microbatches)
+    found = []
+    for axes in _candidates(full.axes, devices, dcn):
+        parts = _shards(axes) * _flow(axes, microbatches)
+        legal = (n for n in _divisors(global_size // parts) if global_size // (parts * n) <= most)
+        if global_size % parts == 0 and (accumulation := next(legal, None)):
+            sizes = [axes[axis] for axis in _MODEL_AXES]
+            found.append((math.prod(sizes), sizes, Layout(axes, accumulation)))
+    return max(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def _candidates(axes: Mapping[str, int], devices: int, dcn: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    choices = [[n for n in _divisors(axes[a]) if n % max(dcn.get(a, 1), 1) == 0] for a in _MODEL_AXES]
+    for sizes in itertools.product(*choices):
+        if devices % math.prod(sizes) == 0:
+            yield dict(zip(_MODEL_AXES, sizes, strict=True)) | {"data": devices // math.prod(sizes)}
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _shards(axes: Mapping[str, int]) -> int:
+    return axes["data"] * axes["fsdp"] * axes["expert"]
+
+
+def _flow(axes: Mapping[str, int], microbatches: int) -> int:
+    return 1 if axes["pipeline"] == 1 else microbatches or 4 * axes["pipeline"]
+
+
+def _sequences(layout: Layout, global_size: int, microbatches: int) -> int:
+    """Returns the sequences that a device works on at a time; at least 1."""
+    parts = _shards(layout.axes) * _flow(layout.axes, microbatches) * layout.accumulation
+    return max(global_size // parts, 1)
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+
+def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) -> Layout | None:
+    """Returns `fit` for a run's config as nested mappings (config.json); None also if it is no config."""
+    try:
+        mesh, batch = config["mesh"], config["batch"]
+        axes = {axis: mesh[axis] for axis in ("data", *_MODEL_AXES)}
+        known = math.prod(size for size in axes.values() if size > 0)
+        axes = {axis: full_devices // known if size == -1 else size for axis, size in axes.items()}
+        return fit(
+            Layout(axes, batch["accumulation"]), devices=devices, global_size=batch["global_size"],
+            microbatches=config["pipeline"]["microbatches"],
+            dcn={axis: size for axis, size in mesh["dcn"].items() if axis != "force"},
+        )  # fmt: skip
+    except (KeyError, TypeError):
+        return None
+
+
+def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
+    """Returns the run for the devices there are; as it is at full size, or if nothing fits.
+
+    Args:
+      full_devices: what its config was written for; None: it is not elastic.
+    """
+    if full_devices in (None, devices):
+        return run
+    layout = fit_config(dataclasses.asdict(run), devices=devices, full_devices=full_devices or devices)
+    if layout is None:
+        return run  # what is wrong is said where every config is checked
+    zero = 3 if run.mesh.zero in (1, 2) and layout.axes["fsdp"] == 1 else run.mesh.zero
+    mesh = dataclasses.replace(run.mesh, **layout.axes, zero=zero)
+    batch = dataclasses.replace(run.batch, accumulation=layout.accumulation)
+    return dataclasses.replace(run, mesh=mesh, batch=batch)
+
+
+def full_devices(environ: Mapping[str, str], folder: Path, *, here: int) -> int | None:
+    """Returns the devices that an elastic run's config was written for; None for any other run.
+
+    Args:
+      here: devices of this process; all have as many.
+    """
+    if (processes := environ.get(FULL_PROCESSES)) is None:
+        return None
+    return int(processes) * here or next((start["devices"] for start in _starts(folder)), None)
+
+
+def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
+    """Returns the fields of the event `resize` if the last start had other devices, else None."""
+    before = [start["devices"] for start in _starts(folder)][-1:]
+    if before in ([], [devices]):
+        return None
+    sizes = {axis: getattr(run.mesh, axis) for axis in ("data", *_MODEL_AXES)}
+    mesh = {axis: size for axis, size in sizes.items() if size != 1}
+    return {"devices_before": before[0], "devices": devices, "mesh": mesh,
+            "accumulation": run.batch.accumulation}  # fmt: skip
+
+
+def _starts(folder: Path) -> Sequence[dict[str, Any]]:
+    return [e for e in read_events(folder) if e["event"] == "start" and "devices" in e]

@@ -1,0 +1,82 @@
+"""The workdir of a run, as its supervisor sees it: where it is, how far it has come. No jax."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.telemetry.metrics import METRICS_FILE, MetricsWriter
+
+_TAIL_BYTES = 1 << 16
+
+
+def default_workdir(config: str) -> str:
+    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument."""
+    name, _, argument = config.partition(":")
+    words = [Path(name).stem, re.sub(r"[^\w.]+", "-", argument).strip("-")]
+    return "runs/" + "-".join(filter(None, words))
+
+
+def run_folder(command: Sequence[str]) -> Path | None:
+    """Returns the workdir that a train command names; None if none can be seen here."""
+    found: dict[str, str] = {}
+    for item, after in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = item.partition("=")
+        if name in ("--workdir", "--config"):
+            found[name] = value if equals else after
+    given = found.get("--workdir") or ("--config" in found and default_workdir(found["--config"]))
+    return Path(given) if given and "://" not in given else None
+
+
+class Progress:
+    """How far the run of a workdir has come, read from its files."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self._newest = 0
+
+    def newest(self) -> int:
+        """Returns the newest step ever seen, logged or saved; steps done again do not count."""
+        if self.folder is not None:
+            self._newest = max(self._newest, self._logged(), self._saved())
+        return self._newest
+
+    def _logged(self) -> int:
+        assert self.folder is not None
+        with contextlib.suppress(OSError), open(self.folder / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return max((int(n) for n in re.findall(rb'^{"step": (\d+)', file.read(), re.M)), default=0)
+        return 0
+
+    def _saved(self) -> int:
+        assert self.folder is not None
+        with contextlib.suppress(OSError):
+            names = (path.name for path in (self.folder / "checkpoints").iterdir())
+            return max((int(name) for name in names if name.isdecimal()), default=0)
+        return 0
+
+    def event(self, name: str, step: int, **fields: object) -> None:
+        """Appends an event, if there is a workdir to append to."""
+        if self.folder is not None and self.folder.is_dir():
+            with contextlib.suppress(OSError), contextlib.closing(MetricsWriter(self.folder)) as writer:
+                writer.event(name, step, **fields)
+
+    def config(self) -> dict[str, Any] | None:
+        """Returns the run's config.json, or None."""
+        return self._json("config.json")
+
+    def devices_per_process(self) -> int | None:
+        """Returns what the last start had, or None."""
+        run = self._json("run.json")
+        return None if run is None else run["num_devices"] // run["num_processes"]
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.folder / name).read_text()) if self.folder is not None else None
+        except (OSError, ValueError):
+            return None

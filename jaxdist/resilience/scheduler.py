@@ -1,0 +1,124 @@
+"""The agents of a run, one per node, as the scheduler that started them tells: no jax, no network.
+
+A scheduler owns the machines; this only reads what it has put into the environment.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxdist.config import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # above Linux's ephemeral ports
+
+
+@dataclass(frozen=True)
+class Agents:
+    """This agent among those of the run. A lone one chooses a free port itself (port 0)."""
+
+    launcher: str | None = None
+    number: int = 1
+    index: int = 0
+    host: str = LOOPBACK  # of agent 0
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"agent {self.index} of {self.number}, started by {self.launcher}"
+
+
+def find_agents(environ: Mapping[str, str]) -> Agents:
+    """Returns this agent's place among those that a scheduler started; Agents() if it is alone.
+
+    Raises:
+      ConfigError: there are several, but it is not known where the first is.
+    """
+    for find in (_given, _slurm, _open_mpi, _kubernetes, _tpu):
+        if (found := find(environ)) is not None and found.number > 1:
+            return found
+    return Agents()
+
+
+def _port(*names: str | None) -> int:
+    """Returns a port that all agents of one start compute, and hardly those of the next."""
+    return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
+
+
+def _given(environ: Mapping[str, str]) -> Agents | None:
+    """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for any launcher."""
+    if "JAXDIST_AGENTS" not in environ:
+        return None
+    try:
+        host, _, port = environ["JAXDIST_AGENTS_AT"].rpartition(":")
+        return Agents(
+            "its environment", int(environ["JAXDIST_AGENTS"]), int(environ["JAXDIST_AGENT"]), host, int(port)
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"JAXDIST_AGENTS is set, but {error}: set JAXDIST_AGENT=NUMBER, JAXDIST_AGENTS_AT=HOST:PORT too"
+        ) from None
+
+
+def _slurm(environ: Mapping[str, str]) -> Agents | None:
+    if "SLURM_STEP_NODELIST" not in environ:  # a batch script's own process is in no step
+        return None
+    start = [environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
+    return Agents(
+        "Slurm", int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"]),
+        first_host(environ["SLURM_STEP_NODELIST"]), _port(*start),
+    )  # fmt: skip
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of a Slurm list: `gpu[017-020,33],login` is gpu017."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(filter(None, found.groups())) if found else nodes
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Agents | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    number = int(environ["OMPI_COMM_WORLD_SIZE"])
+    start = [
+        environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid")
+    ]
+    host = LOOPBACK
+    if number > int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
+        found = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+        if number > 1 and not found:
+            raise ConfigError(
+                "mpirun does not tell where process 0 is (Open MPI 5): give each agent "
+                "-x JAXDIST_AGENTS_AT=HOST:PORT -x JAXDIST_AGENTS=N, and JAXDIST_AGENT=$OMPI_COMM_WORLD_RANK"
+            )
+        host = found[1] if found else host
+    return Agents("Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start))
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Agents | None:
+    """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward API."""
+    names = [environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBSET_RESTART_ATTEMPT")]
+    if "JOB_COMPLETION_INDEX" not in environ or None in names[:2]:
+        return None
+    if "JAXDIST_NUM_PODS" not in environ:
+        raise ConfigError(
+            "JAXDIST_NUM_PODS is not set: write the job's parallelism into the pod's environment"
+        )
+    host = f"{names[0]}-{names[1]}-0-0.{names[0]}"  # job 0, pod 0, of the JobSet's headless service
+    return Agents(
+        "Kubernetes",
+        int(environ["JAXDIST_NUM_PODS"]),
+        int(environ["JOB_COMPLETION_INDEX"]),
+        host,
+        _port(*names),
+    )
+
+
+def _tpu(environ: Mapping[str, str]) -> Agents | None:
+    """The hosts of one TPU slice."""
+    hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    if "TPU_WORKER_ID" not in environ or not hosts:
+        return None
+    return Agents("a multi-host TPU", len(hosts), int(environ["TPU_WORKER_ID"]), hosts[0], _port(*hosts))

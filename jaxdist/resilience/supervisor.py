@@ -1,0 +1,292 @@
+"""The agent of a node: starts a run's processes, and starts all of them again when one is lost.
+
+A process that is gone takes the others with it: they wait in a collective for ever, and cannot save.
+So the rest is killed at once, and a new gang begins at the newest good checkpoint, with what is
+there. With several agents the scheduler does the starting again: an agent then only ends its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.resilience import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PEER_LOST,
+    EXIT_PREEMPTED,
+    elastic,
+    stop_signals,
+)
+from jaxdist.resilience.gang import Gang
+from jaxdist.resilience.node import device_environment, free_port
+from jaxdist.resilience.progress import Progress, run_folder
+from jaxdist.resilience.scheduler import Agents
+
+FINAL = (EXIT_NO_CHECKPOINT, EXIT_CONFIG)  # a new start would end in the same way
+_EXCUSES = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}  # exit codes of who may end, who ends for another's loss
+_UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
+_BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
+_WAIT_S = 600.0  # for enough capacity
+_LONG_S = 600.0  # a gang that lived so long made progress, where no workdir can tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `launch` was asked for."""
+
+    command: Sequence[str]
+    processes: int  # of this agent
+    devices_per_process: int | None = None  # CPU: emulated; GPU: of the visible ones
+    min_processes: int | None = None  # None: all or none
+    max_restarts: int = 3  # in a row without progress
+    capacity_file: Path | None = None
+    grace_s: float = 120.0  # between a signal and the end of all that still runs
+    preflight: bool = False  # whether to measure devices first
+
+
+class Supervisor:
+    """One `launch`, until its command has ended for good."""
+
+    def __init__(
+        self,
+        options: Options,
+        agents: Agents,
+        environ: Mapping[str, str],
+        *,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.options, self.agents, self.environ = options, agents, dict(environ)
+        self.say, self.clock = say, clock
+        self.progress = Progress(run_folder(options.command))
+        self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
+        self.asked = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
+        self._failures: list[str] = []  # since the last progress
+        self._last_slot: int | None = None  # which was lost last
+        self._wakeup: int | None = None
+
+    def run(self) -> int:
+        """Returns the exit code of the run."""
+        with self._listening():
+            while True:
+                size = self._await_size()
+                if size is None:
+                    return EXIT_PREEMPTED if self.asked else EXIT_PEER_LOST
+                began, before = self.clock(), self.progress.newest()
+                gang = self._start(size)
+                try:
+                    self._attend(gang)
+                    early = gang.codes()
+                finally:
+                    codes = gang.kill()
+                moved = self.progress.newest() > before or (
+                    self.progress.folder is None and self.clock() - began > _LONG_S
+                )
+                code = self._verdict(early, codes, moved)
+                if code is None:
+                    code = self._after_loss(gang, early, moved)
+                if code is not None:
+                    return code
+
+    # --- one gang ---------------------------------------------------------------------------------
+
+    def _start(self, size: int) -> Gang:
+        """Starts the processes of the first `size` slots, with a port that no start had before."""
+        total, first = size * self.agents.number, size * self.agents.index
+        port = self.agents.port or free_port()
+        shared = {**self.environ, "PYTHONUNBUFFERED": "1"}
+        if total > 1:
+            shared["JAXDIST_COORDINATOR"] = f"{self.agents.host}:{port}"
+            shared["JAXDIST_NUM_PROCESSES"] = str(total)
+        if self.options.min_processes is not None:
+            full = self.options.processes if self.agents.number == 1 else 0
+            shared[elastic.FULL_PROCESSES] = str(full)
+        each = []
+        for rank, slot in enumerate(self.slots[:size], first):
+            own = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
+            each.append(shared | own | self._devices(slot))
+        self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
+        return Gang(self.options.command, each, first=first, out=self._out, wakeup=self._wakeup)
+
+    def _devices(self, slot: int) -> dict[str, str]:
+        options = self.options
+        return device_environment(self.environ, slot, options.processes, options.devices_per_process)
+
+    def _out(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
+            print(line, flush=True)
+
+    def _attend(self, gang: Gang) -> None:
+        """Returns when the gang has ended, has lost a process, or has had its time to stop."""
+        deadline = None
+        while True:
+            codes = gang.codes()
+            if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline is None:
+                deadline = self.clock() + self.options.grace_s
+                gang.signal(signal.SIGTERM)
+            fine = (0, EXIT_PREEMPTED) if deadline is None else (0, EXIT_PREEMPTED, _UNSTARTED)
+            if len(codes) == len(gang.processes) or any(code not in fine for code in codes.values()):
+                return
+            if self._interrupts > 1 or (deadline is not None and self.clock() > deadline):
+                return
+            gang.listen(0.5 if deadline is None else 0.05)
+
+    def _verdict(self, early: Mapping[int, int], codes: Mapping[int, int], moved: bool) -> int | None:
+        """Returns the exit code of the run, or None if it has lost a process.
+
+        Args:
+          early: codes of processes that ended by themselves; `codes` has those that were killed, too.
+        """
+        found = set(early.values())
+        for final in FINAL:
+            if final in found:
+                return final
+        if found == {0} and len(early) == len(codes):
+            return 0
+        whole = len(early) == len(codes) and found <= {0, EXIT_PREEMPTED, _UNSTARTED}
+        if whole and (EXIT_PREEMPTED in found or self.asked):
+            return EXIT_PREEMPTED
+        if not moved and (EXIT_PREEMPTED in found or self.asked):
+            return EXIT_PREEMPTED  # what has made no step has nothing to save
+        return EXIT_PEER_LOST if self.asked else None
+
+    # --- after a loss -----------------------------------------------------------------------------
+
+    def _after_loss(self, gang: Gang, early: Mapping[int, int], moved: bool) -> int | None:
+        """Books a lost process; returns the exit code of the run if it ends here, else waits a little."""
+        number = culprit(early)
+        if number is None:  # 75 from one, and no end of the others
+            self.say("not all processes stopped in time")
+            return EXIT_PEER_LOST
+        why, step = f"process {number} {words(early[number])}", self.progress.newest()
+        self.say(f"lost {why} at step {step}; the others are stopped")
+        self.progress.event("peer_lost", step, process=number, exit_code=early[number], why=why)
+        code = early[number] if early[number] > 0 else EXIT_PEER_LOST
+        if self.agents.number > 1:
+            return EXIT_PEER_LOST
+        self._failures = [why] if moved else [*self._failures, why]
+        self._give_up_slot(self.slots[number])
+        if len(self._failures) > self.options.max_restarts:
+            self.say(self._epitaph(gang, number, step))
+            return code
+        delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (len(self._failures) - 1), _MOST_BACKOFF_S)
+        self.say(
+            f"restart {len(self._failures)} of {self.options.max_restarts} without progress, in {delay:g} s"
+        )
+        self._sleep(delay)
+        return None
+
+    def _give_up_slot(self, slot: int) -> None:
+        """Leaves out a slot whose process was lost twice in a row, where fewer will do."""
+        twice = slot == self._last_slot
+        self._last_slot = None if twice else slot
+        least = self.options.min_processes or self.options.processes
+        if twice and self.options.capacity_file is None and len(self.slots) > least:
+            self.slots.remove(slot)
+            self.say(f"the process of slot {slot} was lost twice in a row: going on without it")
+
+    def _epitaph(self, gang: Gang, number: int, step: int) -> str:
+        counted = {why: self._failures.count(why) for why in self._failures}
+        list_ = "; ".join(f"{count} x {why}" for why, count in counted.items())
+        said = "\n".join(f"    {line}" for line in gang.last_lines[number]) or "    (nothing)"
+        return (
+            f"stopping: {len(self._failures)} failures without progress beyond step {step}, "
+            f"--max-restarts {self.options.max_restarts}: {list_}. Process {number} said last:\n{said}"
+        )
+
+    # --- how many ---------------------------------------------------------------------------------
+
+    def _await_size(self) -> int | None:
+        """Returns how many processes to start; None if there are too few, or a signal came first."""
+        least, until = self.options.min_processes or self.options.processes, self.clock() + _WAIT_S
+        told = None
+        while not self.asked:
+            there = self._capacity()
+            size = next((n for n in range(there, 0, -1) if self._is_legal(n)), 0)
+            if size >= (1 if self.agents.number > 1 else least):
+                if size < there:
+                    self.say(f"{there} processes could run, but no legal mesh has them; taking {size}")
+                return size
+            if self.clock() > until:
+                self.say(f"stopping: no {least} processes for {_WAIT_S:.0f} s")
+                return None
+            if told != there:
+                told = there
+                self.say(f"waiting: {there} processes could run, {size} on a legal mesh, {least} are needed")
+            self._sleep(1.0)
+        return None
+
+    def _capacity(self) -> int:
+        file, there = self.options.capacity_file, len(self.slots)
+        if file is None:
+            return there
+        try:
+            return max(0, min(int(file.read_text()), there))
+        except (OSError, ValueError) as error:
+            self.say(f"--capacity-file {file}: no whole number there ({error}); taking {there}")
+            return there
+
+    def _is_legal(self, size: int) -> bool:
+        """Returns whether the run's batch and mesh can be laid out on `size` processes.
+
+        True where that is not known: before the first start, or for a command that is not ours.
+        """
+        config, each = self.progress.config(), self.options.devices_per_process
+        if size == self.options.processes or self.agents.number > 1 or config is None:
+            return True
+        if each is None and (each := self.progress.devices_per_process()) is None:
+            return True
+        full = self.options.processes * each
+        return elastic.fit_config(config, devices=size * each, full_devices=full) is not None
+
+    # --- signals ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Takes the signals that ask to stop, and wakes `listen` at them and at each child's end."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        numbers = stop_signals(self.environ)
+        before = {number: signal.signal(number, self._ask) for number in numbers}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._wakeup = reader
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(reader)
+            os.close(writer)
+
+    def _ask(self, number: int, _: Any) -> None:
+        self.asked += 1
+        self._interrupts += number == signal.SIGINT
+
+    def _sleep(self, seconds: float) -> None:
+        until = self.clock() + seconds
+        while not self.asked and self.clock() < until:
+            time.sleep(min(0.1, seconds))
+
+
+def culprit(codes: Mapping[int, int]) -> int | None:
+    """Returns the process that was lost: one that did not end because of another, if there is one."""
+    lost = {n: code for n, code in codes.items() if code not in (0, EXIT_PREEMPTED)}
+    return min(lost, key=lambda n: (_EXCUSES.get(lost[n], 0), n), default=None)
+
+
+def words(code: int) -> str:
+    """Returns what an exit code says: `killed by SIGKILL`, `ended with exit code 1`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
