@@ -6,27 +6,26 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from jaxdist import extras, machine, recipe, stages, workdir
-from jaxdist.checkpoint import store as checkpoints
-from jaxdist.checkpoint.folder import list_steps, torn_steps
+from jaxdist import config as configs
+from jaxdist import extras, keepsakes, machine, recipe, resume, stages, workdir
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import ConfigError
-from jaxdist.data import Dataset, SourceError, Tokenizer, open_dataset
+from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
-from jaxdist.decoding import Generate, SamplingConfig, build_generator
+from jaxdist.decoding import Generate, build_generator
 from jaxdist.evaluation import evaluate
 from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
+from jaxdist.resilience import elastic, peers
+from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import StopSignals
-from jaxdist.telemetry import html, summary
+from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.resume import Progress
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
@@ -44,19 +43,13 @@ class Interrupted(Exception):
     """A signal ended training early; everything is saved."""
 
 
-@dataclass
-class Progress:
-    """How far a run has come; saved with every checkpoint."""
-
-    step: int = 0  # updates finished
-    tokens_seen: int = 0  # targets with weight > 0
-    elapsed_s: float = 0.0  # training time, over all restarts
-
-
 def run(
-    config: RunConfig, folder: Path, *, title: str = "", devices: Sequence[jax.Device] | None = None
-) -> State:
+    config: RunConfig, folder: Path, *, title: str = "",
+    devices: Sequence[jax.Device] | None = None, full_devices: int | None = None,
+) -> State:  # fmt: skip
     """Trains to the end, from the newest checkpoint if the workdir has one; returns the last state.
+
+    On other devices than the `full_devices` of an elastic run's config, its layout is refitted.
 
     Raises:
       ConfigError: something in the config cannot be, before anything compiles.
@@ -64,20 +57,23 @@ def run(
     """
     devices = jax.devices() if devices is None else devices
     lead = jax.process_index() == 0
-    say = print if lead else _silent
+    say = print if lead else lambda *_, **__: None
+    asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     shape, rules, spec = recipe.validate(config, devices)
     with contextlib.ExitStack() as lock:
-        checkpoints_folder = folder / workdir.CHECKPOINTS
+        watch = lock.enter_context(Watchdog(config.watchdog, folder))
+        flat = configs.flatten(configs.to_config_dict(config))
+        peers.agree(lambda: flat | peers.code(config.model_class))
         with machine.agreed_by_all():
             if lead:
                 lock.enter_context(workdir.held(folder))
-                has_run = bool(list_steps(checkpoints_folder) or torn_steps(checkpoints_folder))
-                workdir.settle_config(folder, config, resuming=has_run)
-        store = CheckpointStore(checkpoints_folder, config.checkpoint)
+                workdir.settle_config(folder, asked)
+            store = workdir.open_checkpoints(folder, config)
         dataset = open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
-            vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=say,
+            vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=watch.lively(say),
         )  # fmt: skip
+        peers.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         if lead:
@@ -94,21 +90,17 @@ def run(
         if hasattr(config.model_class, "decode"):
             generate = build_generator(spec, mesh, rules, compute=config.precision.compute)
         with store:
-            state, progress = _begin(config, built, dataset, store)
+            with workdir.logs_bad_checkpoints(folder, enabled=lead):
+                state, progress, data = resume.begin(config, built, dataset, store, folder, watch)
             speed = workdir.throughput(config, spec, devices)
             with (
                 contextlib.closing(_writers(config, folder, progress, lead)) as writer,
                 _display(config, progress, title, lead) as display,
             ):
                 session = Session(
-                    config, folder, built, dataset, store, writer, display, speed, progress,
-                    generate,
+                    config, folder, built, data, store, writer, display, speed, progress, generate, watch
                 )  # fmt: skip
                 return session.train(state)
-
-
-def _silent(*_: object, **__: object) -> None:
-    """Says nothing: processes other than the first."""
 
 
 def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
@@ -127,47 +119,6 @@ def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> D
     )  # fmt: skip
 
 
-def _begin(
-    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointStore
-) -> tuple[State, Progress]:
-    """Returns the first state and the progress so far; the step is compiled by then.
-
-    The step compiles in one thread and the checkpoint library is imported in another, while the
-    state is made or read here: a start takes the longest of the three, not their sum.
-    """
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.submit(_compile, config, built, dataset)
-        library = pool.submit(checkpoints.preload)
-        if not (store.steps() or torn_steps(store.folder)):
-            state, progress = built.init(), Progress()
-        else:
-            library.result()
-            restored = store.restore(built.views.abstract)
-            workdir.check_data(restored.metadata, dataset)
-            state = built.views.staged(restored.state)
-            progress = Progress(**restored.metadata["progress"])
-        compiled.result()
-        return state, progress
-
-
-def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
-    """Compiles the train step for the dataset's batches.
-
-    The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
-    object itself costs the host a fifth more at every step.)
-    """
-    built.step.lower(built.abstract_state, abstract_batch(config, built, dataset)).compile()
-
-
-def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
-    """Returns shapes, dtypes and shardings of the global batch."""
-    size = config.batch.global_size
-    rows = dataset.train_batch(0, size, slice(0, 1))
-    whole = {n: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for n, x in rows.items()}
-    where = built.batch_shardings(whole)
-    return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in whole.items()}
-
-
 @dataclass
 class Window:
     """The time since the last row of metrics."""
@@ -175,7 +126,8 @@ class Window:
     began: float  # monotonic seconds
     step: int  # updates finished then
     tokens_seen: int  # by then
-    data_wait_s: float  # the loader's counter then
+    data_wait_s: float = 0.0  # the loader's counter then
+    device_wait_s: float = 0.0  # the monitor's
     aside_s: float = 0.0  # spent on evaluation and saving since
 
 
@@ -187,21 +139,28 @@ class Session:
         config: RunConfig,
         folder: Path,
         built: TrainStep,
-        dataset: Dataset,
+        dataset: SkippingDataset,
         store: CheckpointStore,
         writer: Writers,
         display: Display,
         speed: Throughput,
         progress: Progress,
         generate: Generate | None,  # None: the model cannot
+        watch: Watchdog,
     ):
         self.config, self.folder, self.built = config, folder, built
         self.dataset, self.store, self.writer, self.display = dataset, store, writer, display
-        self.speed, self.progress, self.generate = speed, progress, generate
+        self.speed, self.progress, self.generate, self.watch = speed, progress, generate, watch
+        self.pace = peers.Pace(writer.event)
+        self.monitor = Monitor(
+            config.health, nonfinite_limit=config.optimizer.nonfinite_limit, samples=self._samples,
+            event=writer.event, note=display.note,
+        )  # fmt: skip
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
         self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
-        self.window = Window(time.monotonic(), progress.step, progress.tokens_seen, 0.0)
+        self.window = Window(time.monotonic(), progress.step, progress.tokens_seen)
         self.evaluated = -1  # the step of the last evaluation
+        self.last_save_good = True
 
     def train(self, state: State) -> State:
         """Returns the state after the last step, or after the step in which a signal asked to stop.
@@ -218,29 +177,45 @@ class Session:
         try:
             with StopSignals() as stop:
                 state = self._steps(state, stop)
-        except (SourceError, TrainingStopped) as error:
-            reason = "data" if isinstance(error, SourceError) else "nonfinite"
+        except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
+            reason = {SourceError: "data", TrainingStopped: "nonfinite"}.get(type(error), "runtime")
             self.writer.event("stop", self.progress.step, reason=reason, error=str(error))
             raise
-        self.store.wait()
-        if not self._report_saves():
+        if not all((self.store.wait(), self._report_saves())):
             self.writer.event("stop", self.progress.step, reason="save_failed")
             raise TrainingStopped("the last checkpoint could not be written; free the disk and run again")
         if stop.asked:
             self.writer.event("preempted", self.progress.step)
             raise Interrupted(f"stopped after step {self.progress.step}, saved; run again to go on")
         self.writer.event("stop", self.progress.step, reason="finished")
-        self._keepsakes(state)
+        self._at("end", self.progress.step)
+        keepsakes.leave(
+            self.config, self.folder, self.built.views.flat(state), tokenizer=self.dataset.tokenizer,
+            generate=self.generate, display=self.display,
+        )  # fmt: skip
         return state
 
     def _steps(self, state: State, stop: StopSignals) -> State:
         """Returns the state after the steps that are left, or that a signal left."""
+        with contextlib.closing(self._profile()) as profile:
+            while True:
+                try:
+                    return self._stretch(state, stop, profile)
+                except Diverged as error:
+                    fault = error.with_traceback(None)  # whose frames hold a state
+                state = self._recovered(fault)
+
+    def _stretch(self, state: State, stop: StopSignals, profile: ProfileWindow) -> State:
+        """Returns the state after steps in a row, to the end unless the run diverges."""
         first, last = self.progress.step + 1, self.config.train.steps
-        profile, loader = self._profile(), self._loader()
-        with contextlib.closing(profile), loader:
+        with self._loader() as loader:
             self.window.began = time.monotonic()
             for number in range(first, last + 1):
-                state, metrics = self.built.step(state, next(loader))
+                self._at("data", number)
+                batch = next(loader)
+                self._at("step", number)
+                state, metrics = self.built.step(state, batch)
+                self.monitor.compare(number, state)
                 self.waiting.append((number, metrics))
                 if len(self.waiting) > AHEAD:
                     self._look(loader)
@@ -248,15 +223,57 @@ class Session:
                 if self._is_due(number):
                     self._settle(loader)
                     self._pause(state, number, ended=number == last)
-                if stop.asked or self._time_is_up(number):
+                if stop.reached() or self._time_is_up(number):
                     break
                 state = self._hurried(state, number)
             self._settle(loader)
-            self._pause(state, self.progress.step, ended=True)
+            self._pause(state, self.progress.step, ended=True, stopped=stop.asked)
         return state
+
+    def _recovered(self, fault: Diverged) -> State:
+        """Returns the state of the last good checkpoint, to go on from without the data since.
+
+        Raises:
+          TrainingStopped: by the policy, or because there is none.
+        """
+        self._at("restore", fault.first)
+        elapsed_s, allowed, found = self._elapsed_s(), self.config.health.max_rollbacks, None
+        if fault.policy == "rollback" and len(self.dataset.windows) < allowed:
+            abstract = self.built.views.abstract
+            found = resume.roll_back(self.store, self.folder, abstract, self.dataset, fault)
+        self._report_saves()
+        if found is None:
+            raise TrainingStopped(
+                f"{fault}; lower optimizer.learning_rate, or look at the data from step {fault.first} on"
+            )
+        (state, metadata), self.dataset = found
+        self.progress = Progress(**metadata["progress"] | {"elapsed_s": elapsed_s})
+        step = self.progress.step
+        self.waiting.clear()
+        self.tokens.clear()
+        self.window = Window(time.monotonic(), step, self.progress.tokens_seen)
+        self.window.device_wait_s = self.monitor.waited_s
+        self.monitor.rewound(step)
+        self.pace = peers.Pace(self.writer.event)
+        left_out = self.dataset.windows[-1]
+        self.writer.event("restore", step, diverged_at=fault.last, reason=str(fault), left_out=left_out)
+        self.display.note(f"{fault}: back to step {step}, batches {left_out} are left out")
+        return self.built.views.staged(state)
+
+    def _samples(self, number: int) -> tuple[int, int]:
+        """Returns the first and the last global sample index that a step takes."""
+        size = self.config.batch.global_size
+        first = self.dataset.position(number - 1) * size
+        return first, first + size - 1
+
+    def _at(self, phase: str, number: int) -> None:
+        """Tells the watchdog what begins."""
+        self.watch.at(phase, number, done=self.progress.step, sample=self._samples(max(number, 1))[0])
 
     def _announce(self) -> None:
         step = self.progress.step
+        if resized := elastic.resized(self.folder, self.config, jax.device_count()):
+            self.writer.event("resize", step, **resized)
         self.writer.event("start", step, devices=jax.device_count(), processes=jax.process_count())
         for bad, reason in self.store.bad_steps.items():
             self.writer.event("bad_checkpoint", bad, reason=reason)
@@ -283,7 +300,7 @@ class Session:
         return ProfileWindow(self.folder, wanted.start_step, wanted.num_steps, enabled=lead)
 
     def _loader(self, split: str = "train", start: int | None = None) -> Loader:
-        shardings = abstract_batch(self.config, self.built, self.dataset)
+        shardings = resume.abstract_batch(self.config, self.built, self.dataset)
         return Loader(
             self.dataset,
             global_size=self.config.batch.global_size,
@@ -303,12 +320,10 @@ class Session:
     def _look(self, loader: Loader) -> None:
         """Waits for the oldest step under way and books it."""
         number, metrics = self.waiting.popleft()
-        skipped = int(metrics["skipped"])  # waits until the step is done
+        self.monitor.look(number, metrics)  # waits until the step is done
         self.progress.step = number
         self.tokens.append(metrics["tokens"])
         self.display.step(number)
-        if skipped:
-            self._nonfinite(number, skipped)
         every = self.config.train.log_every
         if number == 1 or number % every == 0 or number == self.config.train.steps:
             self._row(number, metrics, loader)
@@ -323,8 +338,12 @@ class Session:
         row = values | {"tokens_seen": seen}
         row |= self.speed.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
         row["data_wait_s"] = (loader.data_wait_s - window.data_wait_s) / steps
+        waited_s = self.monitor.waited_s
+        row |= self.pace.row(
+            number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
+        )  # fmt: skip
         self.progress.elapsed_s += seconds
-        self.window = Window(now, number, seen, loader.data_wait_s)
+        self.window = Window(now, number, seen, loader.data_wait_s, waited_s)
         self.writer.write(number, row)
         self.display.row(number, row)
         self._report_saves()
@@ -334,41 +353,34 @@ class Session:
         self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self.tokens))
         self.tokens.clear()
 
-    def _nonfinite(self, number: int, skipped: int) -> None:
-        self.writer.event("nonfinite", number, skipped_in_a_row=skipped)
-        self.display.note(f"step {number}: loss or gradients are not finite; update left out")
-        limit = self.config.optimizer.nonfinite_limit
-        if skipped > limit:
-            raise TrainingStopped(
-                f"{skipped} steps in a row with non-finite loss or gradients "
-                f"(optimizer.nonfinite_limit={limit}); lower optimizer.learning_rate, "
-                f"or look at the data from step {number - skipped + 1} on"
-            )
-
     # --- evaluating and saving --------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
         every = self.config.train.eval_every
         return (every > 0 and number % every == 0) or self.store.should_save(number, time.monotonic())
 
-    def _pause(self, state: State, number: int, *, ended: bool) -> None:
-        """Evaluates and saves what is due after a step; the time does not count as training."""
+    def _pause(self, state: State, number: int, *, ended: bool, stopped: bool = False) -> None:
+        """Evaluates and saves what is due, if `stopped` in any case; the time is not training's."""
         began, elapsed_s, every = time.monotonic(), self._elapsed_s(), self.config.train.eval_every
         if every and (ended or number % every == 0) and self.evaluated != number:
             self._evaluate(state, number)
-        if self.store.should_save(number, time.monotonic(), last=ended):
+        self._at("save", number)
+        if self.store.should_save(number, time.monotonic(), last=ended, stopped=stopped):
             self._count_tokens()
             progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
             fingerprints = {"config": recipe.run_fingerprint(self.config), "data": self.dataset.fingerprint}
-            metadata = {"progress": progress, "fingerprints": fingerprints}
-            self.store.save(number, self.built.views.flat(state), metadata)
+            metadata = {
+                "progress": progress, "fingerprints": fingerprints, resume.SKIPPED: self.dataset.windows
+            }  # fmt: skip
+            self.store.save(number, self.built.views.flat(state), metadata, wait=ended)
         self._report_saves()
         self.window.aside_s += time.monotonic() - began
 
     def _evaluate(self, state: State, number: int) -> None:
         self.display.status("evaluating")
         with self._loader("validation", 0) as batches:
-            found = evaluate(self.built.evaluate, state, batches)
+            watched = self.watch.over(batches, "evaluate", number, self.progress.step)
+            found = evaluate(self.built.evaluate, state, watched)
         self.evaluated = number
         row = {"eval_loss": found.loss, "eval_tokens": found.tokens}
         self.writer.write(number, row)
@@ -377,7 +389,6 @@ class Session:
 
     def _report_saves(self) -> bool:
         """Writes what became of saves; returns whether the last of them, if any, is good."""
-        good = True
         for saved in self.store.poll():
             self.writer.event(
                 "save", saved.step, ok=saved.ok, error=saved.error and str(saved.error),
@@ -385,39 +396,8 @@ class Session:
             )  # fmt: skip
             if not saved.ok:
                 self.display.note(f"checkpoint {saved.step} failed, training goes on: {saved.error}")
-            good = saved.ok
-        return good
-
-    def _keepsakes(self, state: State) -> None:
-        """Writes a sample of what the model says now, and the report."""
-        train, tokenizer = self.config.train, self.dataset.tokenizer
-        text = ""
-        if train.sample_tokens and tokenizer is not None and self.generate is not None:
-            text = self._sample(self.built.views.flat(state), tokenizer)
-        if jax.process_index() == 0:
-            if text:
-                workdir.write_text(self.folder / workdir.SAMPLE, text)
-            page = html.render([summary.read_run(self.folder)])
-            workdir.write_text(self.folder / workdir.REPORT, page)
-            self.display.note(f"report: {self.folder / workdir.REPORT}")
-
-    def _sample(self, state: State, tokenizer: Tokenizer) -> str:
-        train = self.config.train
-        self.display.status("sampling")
-        weights = state.trainable if state.ema is None else state.ema
-        assert self.generate is not None
-        try:
-            (found,) = self.generate(
-                weights, state.model_state, [tokenizer.encode(train.sample_prompt)],
-                max_tokens=train.sample_tokens, sampling=SamplingConfig(temperature=0.8),
-                seed=self.config.seed,
-            )  # fmt: skip
-        except ConfigError as error:  # the run is done and saved: no sample is no failure
-            self.display.note(f"no sample: {error}")
-            return ""
-        text = train.sample_prompt + tokenizer.decode(found.tokens)
-        self.display.note(f"sample:\n{text}")
-        return text
+            self.last_save_good = saved.ok
+        return self.last_save_good
 
     # --- ending by the clock ----------------------------------------------------------------------
 

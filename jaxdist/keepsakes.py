@@ -1,0 +1,56 @@
+"""What a finished run leaves for people: a sample of what the model says, and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxdist import workdir
+from jaxdist.config import ConfigError
+from jaxdist.data import Tokenizer
+from jaxdist.decoding import Generate, SamplingConfig
+from jaxdist.recipe import RunConfig
+from jaxdist.telemetry import html, summary
+from jaxdist.telemetry.display import Display
+from jaxdist.training.state import State
+
+
+def leave(
+    config: RunConfig, folder: Path, state: State, *, tokenizer: Tokenizer | None, generate: Generate | None,
+    display: Display,
+) -> None:  # fmt: skip
+    """Writes them; every process makes the call.
+
+    Args:
+      state: with flat layers.
+      tokenizer, generate: None: no sample can be made.
+    """
+    text = ""
+    if config.train.sample_tokens and tokenizer is not None and generate is not None:
+        text = _sample(config, state, tokenizer, generate, display)
+    if jax.process_index() == 0:
+        if text:
+            workdir.write_text(folder / workdir.SAMPLE, text)
+        page = html.render([summary.read_run(folder)])
+        workdir.write_text(folder / workdir.REPORT, page)
+        display.note(f"report: {folder / workdir.REPORT}")
+
+
+def _sample(
+    config: RunConfig, state: State, tokenizer: Tokenizer, generate: Generate, display: Display
+) -> str:
+    train = config.train
+    display.status("sampling")
+    weights = state.trainable if state.ema is None else state.ema
+    try:
+        (found,) = generate(
+            weights, state.model_state, [tokenizer.encode(train.sample_prompt)],
+            max_tokens=train.sample_tokens, sampling=SamplingConfig(temperature=0.8), seed=config.seed,
+        )  # fmt: skip
+    except ConfigError as error:  # the run is done and saved: no sample is no failure
+        display.note(f"no sample: {error}")
+        return ""
+    text = train.sample_prompt + tokenizer.decode(found.tokens)
+    display.note(f"sample:\n{text}")
+    return text

@@ -1,0 +1,181 @@
+"""Numerical faults: non-finite steps, spikes of the loss, copies that differ; data left out for them.
+
+Steps and windows: updates count from 1; a batch of data is numbered from 0, and without anything left
+out update n takes batch n - 1.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxdist.data import Dataset
+from jaxdist.data.packing import Batch
+from jaxdist.resilience.replicas import Comparison, compare_replicas
+
+SKIPPED_FILE = "skipped.json"  # of a workdir: windows of batches left out, [first, after the last]
+
+_EVERY_ROW = slice(None)
+_RECENT, _ENOUGH, _REFRESH = 100, 20, 10  # losses that say what is usual; of them needed; steps between looks
+_LEAST_SIGMA = 0.01  # of the median: smooth losses make no spikes of nothing
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Fields of `health.*`: what is looked for, and what is done about it."""
+
+    nonfinite: Literal["stop", "rollback"] = "stop"  # after more than optimizer.nonfinite_limit in a row
+    spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
+    spike_sigmas: float = 10.0  # robust standard deviations above the recent median, >= 0; 0 = no spikes
+    max_rollbacks: int = 5  # of a run in all, >= 0; then it stops
+    compare_every: int = 1000  # steps between comparisons of replicated values, >= 0; 0 = never
+
+
+def faults(config: HealthConfig) -> list[str]:
+    """Returns what is wrong with the values, one line each; empty if nothing."""
+    return [
+        f"health.{name}={value}: must be >= 0"
+        for name in ("spike_sigmas", "max_rollbacks", "compare_every")
+        if not 0 <= (value := getattr(config, name)) < math.inf
+    ]
+
+
+class Diverged(Exception):
+    """The run cannot go on from its state: go back before step `first`, or stop."""
+
+    def __init__(self, reason: str, *, first: int, last: int, policy: str, skip: bool = True):
+        super().__init__(reason)
+        self.first, self.last = first, last  # steps that went wrong
+        self.policy = policy  # "stop" or "rollback"
+        self.skip = skip  # whether data can be the cause
+
+
+class Monitor:
+    """Looks at the metrics of each step, in order; waits until the step is done."""
+
+    def __init__(
+        self, config: HealthConfig, *, nonfinite_limit: int, samples: Callable[[int], tuple[int, int]],
+        event: Callable[..., None], note: Callable[[str], None],
+    ):  # fmt: skip
+        """Args:
+        samples: first and last global sample index of a step's batch.
+        event: takes an event's name, step and fields.
+        note: takes a line for people.
+        """
+        self._config, self._limit = config, nonfinite_limit
+        self._samples, self._event, self._note = samples, event, note
+        self.waited_s = 0.0  # for steps to be done
+        self._losses: deque[float] = deque(maxlen=_RECENT)
+        self._median = self._high = math.inf
+        self._compared = 0  # the last step whose replicas were equal
+        self._comparing: tuple[int, Comparison] | None = None  # under way
+
+    def look(self, number: int, metrics: dict[str, jax.Array]) -> None:
+        """Books a step.
+
+        Raises:
+          Diverged: by the policies of the config.
+        """
+        began = time.monotonic()
+        skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
+        self.waited_s += time.monotonic() - began
+        if skipped:
+            self._nonfinite(number, skipped)
+        elif math.isfinite(loss):
+            self._spike(number, loss)
+        if self._comparing is not None and self._comparing[0] <= number:
+            self._compare(*self._comparing)
+
+    def _where(self, number: int) -> dict[str, int]:
+        first, last = self._samples(number)
+        return {"first_sample": first, "last_sample": last}
+
+    def _nonfinite(self, number: int, skipped: int) -> None:
+        self._event("nonfinite", number, skipped_in_a_row=skipped, **self._where(number))
+        self._note(f"step {number}: loss or gradients are not finite; update left out")
+        if skipped > self._limit:
+            raise Diverged(
+                f"{skipped} steps in a row with non-finite loss or gradients "
+                f"(optimizer.nonfinite_limit={self._limit})",
+                first=number - skipped + 1, last=number, policy=self._config.nonfinite,
+            )  # fmt: skip
+
+    def _spike(self, number: int, loss: float) -> None:
+        sigmas, losses = self._config.spike_sigmas, self._losses
+        losses.append(loss)
+        if sigmas and loss > self._high:
+            self._event("spike", number, loss=loss, median=self._median, **self._where(number))
+            text = f"step {number}: loss {loss:.4g} spikes above the recent median {self._median:.4g}"
+            self._note(text)
+            if self._config.spike == "rollback":
+                raise Diverged(text, first=number, last=number, policy="rollback")
+        if sigmas and len(losses) >= _ENOUGH and number % _REFRESH == 0:
+            middle = len(losses) // 2
+            self._median = sorted(losses)[middle]
+            sigma = 1.4826 * sorted(abs(loss - self._median) for loss in losses)[middle]
+            self._high = self._median + sigmas * max(sigma, _LEAST_SIGMA * abs(self._median))
+
+    def compare(self, number: int, state: Any) -> None:
+        """Starts to compare the replicas of a state, if that is due; `look` hears of the result."""
+        every = self._config.compare_every
+        if every and number % every == 0:
+            comparison = compare_replicas(state)
+            self._comparing = comparison and (number, comparison)
+
+    def _compare(self, number: int, comparison: Comparison) -> None:
+        self._comparing = None
+        if found := comparison.differing():
+            text = f"step {number}: copies on devices differ (bad hardware?): {'; '.join(found)}"
+            self._event("drift", number, differing=found)
+            self._note(text)
+            first = self._compared + 1
+            raise Diverged(text, first=first, last=number, policy=self._config.nonfinite, skip=False)
+        self._compared = number
+
+    def rewound(self, number: int) -> None:
+        """Forgets what is after a step."""
+        self._losses.clear()
+        self._high, self._comparing, self._compared = math.inf, None, min(self._compared, number)
+
+
+# --- data left out --------------------------------------------------------------------------------
+
+
+class SkippingDataset(Dataset):
+    """A dataset whose training batches leave out windows, each [first, after the last] batch.
+
+    Which batch a step takes is a function of the windows alone.
+    """
+
+    def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()):
+        vars(self).update(vars(dataset))
+        self.windows = [[first, end] for first, end in windows]
+        self._merged: list[list[int]] = []
+        for first, end in sorted(self.windows):
+            if self._merged and first <= self._merged[-1][1]:
+                self._merged[-1][1] = max(end, self._merged[-1][1])
+            else:
+                self._merged.append([first, end])
+
+    def position(self, step: int) -> int:
+        """Returns the batch that is trained on after `step` updates."""
+        for first, end in self._merged:
+            if step >= first:
+                step += end - first
+        return step
+
+    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
+        """Returns rows of the global batch after `step` updates, see Dataset."""
+        return super().train_batch(self.position(step), global_size, rows)
+
+    def without(self, first_step: int, last_step: int) -> SkippingDataset:
+        """Returns the dataset that also leaves out what these updates took."""
+        window = [self.position(first_step - 1), self.position(last_step - 1) + 1]
+        return SkippingDataset(self, [*self.windows, window])

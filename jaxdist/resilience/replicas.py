@@ -1,0 +1,92 @@
+"""Whether devices that should hold the same values do: a checksum of each one's part, compared.
+
+Data parallelism keeps copies of the parameters and adds up gradients once for all of them. A chip that
+computes wrongly lets its copy drift, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+_UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes an element
+
+
+class Comparison(NamedTuple):
+    """Checksums under way of what several devices hold copies of."""
+
+    sums: jax.Array  # uint32 [devices, arrays], whole on every process
+    arrays: dict[str, NamedSharding]  # by name, in order
+
+    def differing(self) -> list[str]:
+        """Returns a text for each device whose copy is not that of most; waits for the devices."""
+        mesh = next(iter(self.arrays.values())).mesh
+        sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
+        found: dict[Any, list[str]] = {}
+        for number, (name, sharding) in enumerate(self.arrays.items()):
+            free = _free_axes(sharding)
+            values = np.moveaxis(sums[..., number], free, range(len(free)))
+            devices = np.moveaxis(mesh.devices, free, range(len(free)))
+            copies = math.prod(values.shape[: len(free)])
+            columns = values.reshape(copies, -1).T, devices.reshape(copies, -1).T
+            for column, holders in zip(*columns, strict=True):
+                kinds, counts = np.unique(column, return_counts=True)
+                most = kinds[counts == counts.max()]
+                for device in holders[(column != most[0]) | (len(most) > 1)]:  # a tie names all
+                    found.setdefault(device, []).append(name)
+        return [
+            f"device {device.id} of process {device.process_index}: {names[0]}"
+            f"{f' and {len(names) - 1} more' if names[1:] else ''}"
+            for device, names in found.items()
+        ]
+
+
+def compare_replicas(state: Any) -> Comparison | None:
+    """Returns checksums of each device's part of a state; None if nothing is replicated.
+
+    Every process makes the call. Does not wait for the devices.
+    """
+    named = jax.tree.leaves_with_path(state)
+    copied = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in named
+        if _free_axes(leaf.sharding)
+    }
+    if not copied:
+        return None
+    arrays = {name: leaf.sharding for name, leaf in copied.items()}
+    summing = _summing(*arrays.values())
+    return Comparison(summing(*copied.values()), arrays)
+
+
+def _free_axes(sharding: NamedSharding) -> list[int]:
+    """Returns the mesh dims along which devices hold the same."""
+    used = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    sizes = sharding.mesh.shape
+    return [d for d, axis in enumerate(sizes) if axis not in used and sizes[axis] > 1]
+
+
+@functools.lru_cache(maxsize=2)
+def _summing(*shardings: NamedSharding) -> Callable[..., jax.Array]:
+    mesh = shardings[0].mesh
+    local = jax.shard_map(
+        lambda *parts: jnp.stack([_sum(part) for part in parts])[None],
+        mesh=mesh, in_specs=tuple(s.spec for s in shardings), out_specs=P(mesh.axis_names), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(local, out_shardings=NamedSharding(mesh, P()))
+
+
+def _sum(part: jax.Array) -> jax.Array:
+    """Returns a uint32 that any change of one element changes: its bits times odd numbers, added up."""
+    part = part.astype(jnp.uint8) if part.dtype == jnp.bool_ else part
+    bits = lax.bitcast_convert_type(part, _UINTS[part.dtype.itemsize]).astype(jnp.uint32).reshape(-1)
+    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)

@@ -1,0 +1,235 @@
+"""Ends a process that hangs, with exit code 76, so that the run can begin again.
+
+The process beats: it says what it begins, and each phase has its limit. A process beside it
+(`watcher`) looks at the beats, so that an interpreter lock that is never given back, a stopped process
+and a loop in C are seen, too. Only a process of ours (a command) is watched, never a notebook.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import itertools
+import json
+import math
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import jax
+
+import jaxdist
+from jaxdist import machine
+from jaxdist.resilience import EXIT_HANG, preemption, watcher
+
+_STEPS = 31  # whose times make the median
+_TIDY_S = 5  # for the watcher to end
+_TELL_MS = 120_000  # for the first process to name the group
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0 = for ever."""
+
+    start_s: float = 1800.0  # seconds, >= 0: from the command to the first compilation, a line of data work
+    compile_s: float = 7200.0  # seconds, >= 0: compiling and the first step, an evaluation's batch, the end
+    restore_s: float = 3600.0  # seconds, >= 0: reading a checkpoint
+    data_s: float = 600.0  # seconds, >= 0: waiting for the next batch
+    step_s: float = 600.0  # seconds, >= 0: a step
+    save_s: float = 1800.0  # seconds, >= 0: what of a save training waits for
+    slow_steps: float = 20.0  # >= 1: a step may last this many median steps, if that is longer
+
+
+def faults(config: WatchdogConfig) -> list[str]:
+    """Returns what is wrong with the values, one line each; empty if nothing."""
+    found = [f"watchdog.slow_steps={config.slow_steps}: must be >= 1"] if config.slow_steps < 1 else []
+    return found + [
+        f"watchdog.{name}={value}: must be seconds >= 0 (0 = for ever)"
+        for name, value in vars(config).items()
+        if not 0 <= value < math.inf
+    ]
+
+
+class Watchdog:
+    """Watches this process while entered. `at` costs some microseconds."""
+
+    _numbers = itertools.count()  # the same on all processes
+
+    def __init__(self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None):
+        """Args:
+        folder: the workdir, for events and for what watchers tell each other.
+        enabled: by default whether the process is a command's.
+        """
+        self._config, self._folder = config, folder
+        self._enabled = preemption.owns_process() if enabled is None else enabled
+        self._times: deque[float] = deque(maxlen=_STEPS)  # seconds between the last steps
+        self._last_step = self._slow_s = 0.0
+        self._memory: Any = None
+        self._watcher: subprocess.Popen | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self._enabled:
+            self._start()
+            self.at("start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._watcher is not None:
+            os.close(self._life)
+            try:
+                self._watcher.wait(_TIDY_S)
+            except subprocess.TimeoutExpired:
+                self._watcher.kill()
+                self._watcher.wait()
+            faulthandler.unregister(watcher.DUMP_SIGNAL)
+
+    def at(
+        self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
+    ) -> None:  # fmt: skip
+        """Says what begins now; `watcher.PHASES` has the names.
+
+        Args:
+          step: the one that it is for.
+          done: updates known to be finished.
+          sample: first global sample index of the step's batch.
+          limit_s: instead of the phase's; 0: none.
+        """
+        if self._memory is None:
+            return
+        now = time.monotonic()
+        if phase == "step":
+            if self._last_step:
+                self._times.append(now - self._last_step)
+                median = sorted(self._times)[len(self._times) // 2]
+                self._slow_s = self._config.slow_steps * median
+            self._last_step = now
+        limit = (self._limit_s(phase) if limit_s is None else limit_s) or math.inf
+        beat = watcher.Beat(watcher.PHASES.index(phase), step, done, sample, now, now + limit)
+        packed = beat.pack()
+        self._memory[watcher.BEAT_AT : watcher.BEAT_AT + len(packed)] = packed
+        if self._memory[watcher.DOOMED_AT]:
+            time.sleep(10)  # the watcher is about to end us, when it has said why
+            os._exit(EXIT_HANG)
+
+    def lively(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """Returns `say` whose every line beats: work that shows its progress may take its time."""
+
+        def speak(text: str) -> None:
+            self.at("start")
+            say(text)
+
+        return speak
+
+    def over(self, items: Iterable[Item], phase: str, step: int, done: int) -> Iterator[Item]:
+        """Yields the items, each a beat; the limit of all but the first is that of data and a step."""
+        config, first = self._config, True
+        for item in items:
+            usual = config.data_s + config.step_s if config.data_s and config.step_s else 0.0
+            self.at(phase, step, done=done, limit_s=None if first else usual)
+            first = False
+            yield item
+
+    def _limit_s(self, phase: str) -> float:
+        config = self._config
+        if phase in ("evaluate", "end"):
+            return config.compile_s
+        limit = getattr(config, f"{phase}_s")
+        if limit and phase in ("data", "step"):
+            if not self._times:  # the first step may compile
+                return limit + config.compile_s if config.compile_s else 0
+            limit = max(limit, self._slow_s)
+        return limit
+
+    def _start(self) -> None:
+        memory, dump = _memory_file(), _memory_file()
+        memory.truncate(mmap.PAGESIZE)
+        self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
+        self.at("start")
+        faulthandler.register(watcher.DUMP_SIGNAL, file=dump, all_threads=True)
+        self._files = memory, dump  # open as long as this
+        life, self._life = os.pipe()
+        told = {
+            "pid": os.getpid(), "process": jax.process_index(), "processes": jax.process_count(),
+            "folder": str(self._folder.absolute()), "group": self._group(), "life": life,
+            "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe(),
+        }  # fmt: skip
+        root = str(Path(jaxdist.__file__).parent.parent)
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-S", "-s", watcher.__file__, json.dumps(told)], stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": root},
+            pass_fds=[told[name] for name in ("life", "memory", "dump", "leave")],
+        )  # fmt: skip
+        os.close(life)
+
+    def _group(self) -> str:
+        """Returns a name that only this start's processes have."""
+        notes, name = machine.notes(), f"jaxdist/watchdog/{next(self._numbers)}"
+        if notes is None:
+            return ""
+        if jax.process_index() == 0:
+            notes.key_value_set(name, uuid.uuid4().hex)
+        return notes.blocking_key_value_get(name, _TELL_MS)
+
+
+def _memory_file() -> IO[bytes]:
+    """Returns a file that another process can share; in memory, so that no full disk stands in the way."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("jaxdist-watchdog"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+# --- exit code 76, whoever holds the interpreter lock -----------------------------------------------
+
+
+class _Context(ctypes.Structure):
+    """The head of glibc's ucontext_t, the same on x86-64 and aarch64; the rest is its own business."""
+
+    _fields_ = [
+        ("flags", ctypes.c_ulong), ("link", ctypes.c_void_p), ("stack", ctypes.c_void_p),
+        ("stack_flags", ctypes.c_int), ("stack_bytes", ctypes.c_size_t), ("rest", ctypes.c_byte * 16_384),
+    ]  # fmt: skip
+
+
+_kept: list[Any] = []  # what the thread of C uses
+
+
+def _exit_pipe() -> int:
+    """Returns a pipe; a byte in it ends this process with 76, even if no Python can run.
+
+    The kernel knows no "end that process with this code", and a thread of Python may wait for the
+    interpreter lock for ever. So a thread of C reads the pipe and then leaves: two functions of libc
+    that makecontext chains. Without glibc the pipe does nothing, and the watcher kills.
+    """
+    reader, writer = os.pipe()  # both stay open: its end of file would be read as a byte
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return writer
+    wait, leave, byte = _Context(), _Context(), ctypes.create_string_buffer(8)
+    long, address = ctypes.c_long, ctypes.addressof
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())  # the thread's, for good
+    try:
+        for context in (wait, leave):
+            libc.getcontext(ctypes.byref(context))
+            stack = ctypes.create_string_buffer(1 << 16)
+            context.stack, context.stack_bytes = address(stack), len(stack)
+            _kept.append(stack)
+        wait.link = address(leave)
+        libc.makecontext(ctypes.byref(leave), libc._exit, 1, long(EXIT_HANG))
+        libc.makecontext(ctypes.byref(wait), libc.read, 3, long(reader), long(address(byte)), long(1))
+        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.setcontext, ctypes.byref(wait))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _kept.extend((wait, leave, byte))
+    return writer

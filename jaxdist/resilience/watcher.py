@@ -1,0 +1,222 @@
+"""The process beside each process of a run: sees when it hangs, says where, and ends it.
+
+It shares no interpreter lock with the process it watches, and needs neither jax nor site-packages.
+Among several, only one that is behind the others can hang: those ahead wait for it in a collective,
+and its own limit counts. They know of each other through small files, `WORKDIR/.beats/PROCESS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.telemetry.metrics import MetricsWriter
+
+BEATS = ".beats"
+DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
+PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")  # as they come in a step
+DOOMED_AT, BEAT_AT = 0, 8  # bytes in the memory shared with the process
+_BEAT = struct.Struct("=qqqqdd")
+
+_POLL_S = 0.25
+_PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
+_GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
+_COLLECTIVE = "multihost_utils.py"  # in the stacks of a process that waits for others, outside a step
+_LEVEL_S = 1.0  # for those that are level to speak, before the end of this one ends them
+_DUMP_S, _PRINT_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
+_ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
+
+
+class Beat(NamedTuple):
+    """Where a process is, and how long it may stay there. Seconds are of the monotonic clock."""
+
+    phase: int  # of PHASES
+    at_step: int  # the step it works on
+    done: int  # updates known to be finished
+    sample: int  # first global sample index of the step's batch
+    since: float
+    deadline: float
+
+    def pack(self) -> bytes:
+        return _BEAT.pack(*self)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far it is, to compare processes."""
+        return self.at_step, self.phase
+
+
+def _read(memory: int) -> Beat:
+    return Beat(*_BEAT.unpack(os.pread(memory, _BEAT.size, BEAT_AT)))
+
+
+class Watcher:
+    """Watches one process until that ends or is ended."""
+
+    def __init__(
+        self, *, pid: int, process: int, processes: int, folder: str, group: str, life: int, memory: int,
+        dump: int, leave: int,
+    ):  # fmt: skip
+        """Args:
+        pid: of the process, which has this one as its child.
+        group: the same for all processes that run together, and no others.
+        life: a pipe that closes when the process ends.
+        memory, dump: files: its beat; where it writes its stacks at DUMP_SIGNAL.
+        leave: a pipe; a byte in it ends the process with 76.
+        """
+        self.pid, self.process, self.processes = pid, process, processes
+        self.folder, self.group = Path(folder), group
+        self.life, self.memory, self.dump, self.leave = life, memory, dump, leave
+        self._file = self.folder / BEATS / str(process)
+        self._published, self._told = 0.0, b""
+        self._allowance = 0.0  # seconds in which nobody could look
+
+    def run(self) -> None:
+        """Returns when the process has ended."""
+        looked, guilty = time.monotonic(), dict[int, Beat]()
+        while not self._ended(_POLL_S):
+            now = time.monotonic()
+            if now - looked > _ASLEEP_S:
+                self._allowance += now - looked
+            looked, beat = now, _read(self.memory)
+            if beat.since > now - _POLL_S:
+                self._allowance = 0.0
+            self._publish(beat, now)
+            if now < beat.deadline + self._allowance:
+                continue
+            before, guilty = guilty, self._guilty(beat, now)
+            # Seen twice, as what is read of others while they write it may be nothing.
+            if guilty and guilty.keys() == before.keys() and _read(self.memory) == beat:
+                self._end(beat, now, guilty)
+                return
+        self._tidy()
+
+    def _ended(self, seconds: float) -> bool:
+        readable, _, _ = select.select([self.life], [], [], seconds)
+        return bool(readable) or os.getppid() != self.pid
+
+    def _tidy(self) -> None:
+        """Removes this process's file, and those of a start with more processes."""
+        with contextlib.suppress(OSError):
+            for path in self._file.parent.iterdir():
+                if int(path.name) not in set(range(self.processes)) - {self.process}:
+                    path.unlink()
+            self._file.parent.rmdir()  # by the last
+
+    # --- the others -------------------------------------------------------------------------------
+
+    def _publish(self, beat: Beat, now: float) -> None:
+        """Tells the other watchers where this process is; once a second, and if it has moved."""
+        if self.processes == 1 or now - self._published < _PUBLISH_S + self.processes / 64:
+            return
+        row = beat._asdict() | {"group": self.group, "process": self.process}
+        row |= {"deadline": time.time() + beat.deadline + self._allowance - now}
+        row["deadline"] = round(row["deadline"], 1)
+        told = json.dumps(row).ljust(400).encode()
+        if told != self._told:
+            # In place, and closed: what another node then opens is new even on NFS.
+            with contextlib.suppress(OSError):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                    file.write(told)
+                self._told = told
+        self._published = now
+
+    def _others(self) -> dict[int, Beat]:
+        """Returns the other processes' beats; a deadline is in seconds since 1970."""
+        found: dict[int, Beat] = {}
+        for number in set(range(self.processes)) - {self.process}:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                row = json.loads((self.folder / BEATS / str(number)).read_bytes())
+                if row["group"] == self.group:
+                    found[number] = Beat(*(row[field] for field in Beat._fields))
+        return found
+
+    def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
+        """Returns who hangs, this process or those that it waits for; {} while there is still hope."""
+        others, wall = self._others(), time.time()
+        if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
+            return {}
+        behind = {n: o for n, o in others.items() if o.place < beat.place}
+        if not behind:
+            return {self.process: beat}
+        late = max(o.deadline for o in behind.values()) + _GRACE_S
+        return behind if wall > late and now > beat.deadline + _GRACE_S else {}
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _end(self, beat: Beat, now: float, guilty: dict[int, Beat]) -> None:
+        os.pwrite(self.memory, b"\1", DOOMED_AT)  # should it wake up: it is too late
+        stopped = self._is_stopped()
+        stacks = self._stacks()
+        waits = _COLLECTIVE in stacks
+        events = MetricsWriter(self.folder)
+        for number, where in sorted(guilty.items()):
+            fields = _fields(where) | {"process": number, "reported_by": self.process}
+            if number == self.process:
+                fields["waited_s"] = round(now - beat.since, 1)
+                fields |= {"stopped_by_signal": stopped, "waits_for_others": waits, "stacks": stacks}
+            events.event("hang", where.done, **fields)
+            _print(_text(number, self.processes, fields, where.done))
+        if any(other.place == beat.place for other in self._others().values()):
+            time.sleep(_LEVEL_S * (3 if waits else 1))  # the guilty one ends first
+        os.write(self.leave, b"\1")
+        if not self._ended(_LEAVE_S):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        """Returns whether a signal has stopped the process; it runs again, to write its stacks."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                os.kill(self.pid, signal.SIGCONT)
+                return True
+        return False
+
+    def _stacks(self) -> str:
+        """Returns what all threads of the process do."""
+        os.kill(self.pid, DUMP_SIGNAL)
+        size, until = 0, time.monotonic() + _DUMP_S
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            before, size = size, os.fstat(self.dump).st_size
+            if size and size == before:
+                break
+        return os.pread(self.dump, size, 0).decode(errors="replace")
+
+
+def _fields(beat: Beat) -> dict[str, Any]:
+    return {"phase": PHASES[beat.phase], "at_step": beat.at_step, "sample": beat.sample}
+
+
+def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> str:
+    waited = f"no progress for {fields['waited_s']:g} s" if "waited_s" in fields else "not heard of any more"
+    stopped = "; a signal had stopped it" if fields.get("stopped_by_signal") else ""
+    stopped += "; it waits for the others" if fields.get("waits_for_others") else ""
+    return (
+        f"hang: process {process} of {processes}, {waited} in phase {fields['phase']} of step "
+        f"{fields['at_step']} (last finished step {done}, data from sample {fields['sample']}){stopped}\n"
+        f"{fields.get('stacks', '')}"
+    )
+
+
+def _print(text: str) -> None:
+    """Writes to the terminal, unless that is what hangs."""
+    data = text.rstrip().encode() + b"\n"
+    writer = threading.Thread(target=os.write, args=(2, data), daemon=True)
+    writer.start()
+    writer.join(_PRINT_S)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # such are for the process, whose end ends this one
+    Watcher(**json.loads(sys.argv[1])).run()

@@ -1,0 +1,127 @@
+"""Where a run goes on from: its beginning, its newest checkpoint, or, after a fault, an older one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist import machine, workdir
+from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint import store as checkpoints
+from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint.store import CheckpointStore, Restored
+from jaxdist.data import Dataset
+from jaxdist.recipe import RunConfig
+from jaxdist.resilience import peers
+from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
+from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.training.state import State
+from jaxdist.training.step import TrainStep
+
+SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    step: int = 0  # updates finished
+    tokens_seen: int = 0  # targets with weight > 0
+    elapsed_s: float = 0.0  # training time, over all restarts
+
+
+def begin(
+    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointStore, folder: Path,
+    watch: Watchdog,
+) -> tuple[State, Progress, SkippingDataset]:  # fmt: skip
+    """Returns the first state, the progress so far and the data to go on with; the step is compiled.
+
+    The step compiles in one thread and the checkpoint library is imported in another, while the
+    state is made or read here: a start takes the longest of the three, not their sum.
+    """
+    with ThreadPoolExecutor(3) as pool:
+        compiled = pool.submit(_compile, config, built, dataset)
+        library = pool.submit(checkpoints.preload)
+        prepared = pool.submit(store.prepare, built.views.abstract)
+        if not machine.agreed(folders.has_steps(store.folder)):
+            state, progress, windows = built.init(), Progress(), []
+        else:
+            watch.at("restore")
+            library.result()
+            restored = store.restore(built.views.abstract)
+            workdir.check_data(restored.metadata, dataset)
+            state = built.views.staged(restored.state)
+            progress = Progress(**restored.metadata["progress"])
+            windows = skipped_windows(folder, restored.metadata)
+        watch.at("compile", progress.step)
+        compiled.result()
+        prepared.result()
+        peers.agree(lambda: {"data left out": windows})
+        return state, progress, SkippingDataset(dataset, windows)
+
+
+def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
+    """Compiles the train step for the dataset's batches.
+
+    The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
+    object itself costs the host a fifth more at every step.)
+    """
+    built.step.lower(built.abstract_state, abstract_batch(config, built, dataset)).compile()
+
+
+def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
+    """Returns shapes, dtypes and shardings of the global batch."""
+    size = config.batch.global_size
+    rows = dataset.train_batch(0, size, slice(0, 1))
+    whole = {n: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for n, x in rows.items()}
+    where = built.batch_shardings(whole)
+    return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in whole.items()}
+
+
+# --- going back ---------------------------------------------------------------------------------
+
+
+def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
+    """Returns the windows of batches that the run of a workdir leaves out.
+
+    The workdir's file knows all, also those found after the checkpoint; a checkpoint that was taken
+    elsewhere has its own list.
+    """
+    try:
+        return json.loads((folder / SKIPPED_FILE).read_text())["windows"]
+    except FileNotFoundError:
+        return metadata.get(SKIPPED, [])
+
+
+def roll_back(
+    store: CheckpointStore, folder: Path, abstract: Any, dataset: SkippingDataset, fault: Diverged
+) -> tuple[Restored, SkippingDataset] | None:
+    """Returns the newest good checkpoint before the fault, and the dataset without what came since.
+
+    Newer checkpoints go to quarantine. None if no checkpoint can be used. Each process makes the call.
+    """
+    store.wait()
+    before, restored = fault.first, None
+    while restored is None:
+        known = [step for step in store.steps() if step < before]
+        before = machine.agreed(max(known, default=-1))
+        if before < 0:
+            return None
+        try:
+            restored = store.restore(abstract, before)
+        except CheckpointError:
+            continue
+    without = dataset.without(before + 1, fault.last if fault.skip else before)
+    if jax.process_index() == 0:
+        # In this order: should we die in between, the next start does the same again.
+        for newer in folders.all_steps(store.folder):
+            if newer > before:
+                folders.quarantine(store.folder, newer, f"rolled back to step {before}: {fault}")
+        workdir.write_json(folder / SKIPPED_FILE, {"windows": without.windows})
+    return restored, without
