@@ -8,7 +8,10 @@ from jaxdist import config
 
 COMMANDS = {
     "train": "train, or resume when the workdir has a run",
+    "plan": "prove that a run fits hardware that is not here, and how fast it will be",
     "verify": "prove that a config's layouts compute what one device computes",
+    "launch": "start and supervise a run's processes; the agent of a node under a scheduler",
+    "checkpoint": "list, inspect, verify and diff checkpoints",
     "generate": "sample text from a checkpoint",
     "evaluate": "exact weighted loss of a checkpoint on a held-out set",
     "report": "one self-contained HTML page of a run, or of two",

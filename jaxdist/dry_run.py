@@ -12,9 +12,9 @@ import jax
 from jaxdist import hardware, recipe, stages
 from jaxdist.config import ConfigError
 from jaxdist.mesh import AXES, MeshConfig, build_mesh
+from jaxdist.planner import memory
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules, explain
-from jaxdist.training.state import ModelSpec
+from jaxdist.sharding import explain
 from jaxdist.training.step import TrainStep
 
 Say = Callable[[str], None]
@@ -41,11 +41,11 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say("\n" + hardware.flag_table(known))  # type: ignore[arg-type]
     built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
-    cut = recipe.staging(run, spec, shape)
-    components = component_bytes(built, cut.staged_spec(spec) if cut else spec, rules)
-    for name, size in (components | {"together": sum(components.values())}).items():
-        say(f"  {name:<16} {size:>18,} bytes")
-    say(_against_capacity(sum(components.values()), devices[0]))
+    components = memory.components(run, spec, rules, devices[0])
+    together = memory.accounted_peak(components)
+    for name, size in (components | {"together": together}).items():
+        say(f"  {name:<28} {size:>18,} bytes")
+    say(_against_capacity(together, devices[0]))
     say(f"\ncompiling the step for {platform} ...")
     began = time.monotonic()
     compiled = compile_step(run, built)
@@ -55,39 +55,6 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
 
 
 # --- by arithmetic --------------------------------------------------------------------------------
-
-
-def component_bytes(built: TrainStep, spec: ModelSpec, rules: Rules) -> dict[str, int]:
-    """Returns bytes per device of what a step holds besides activations, by component.
-
-    Gradients are float32 and laid out as `mesh.zero` says; they live from the backward pass to the
-    update. The batch and the compiler's temporaries are left out.
-    """
-    state = built.abstract_state
-    gradients = 0
-    for leaf, names in spec.named_parameters().values():
-        parts = [
-            math.prod(rules.shape.sizes[axis] for axis in _axes(entry))
-            for entry in rules.gradient(names, leaf.shape)
-        ]
-        gradients += 4 * leaf.size // math.prod(parts)
-    sizes = {
-        "parameters": _shard_bytes(state.trainable),
-        "gradients": gradients,
-        "optimizer state": _shard_bytes(state.opt_state),
-        "moving average": _shard_bytes(state.ema),
-        "model state": _shard_bytes((state.frozen, state.model_state)),
-    }
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _shard_bytes(tree: Any) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _against_capacity(size: int, device: jax.Device) -> str:

@@ -2,10 +2,13 @@
 
 import importlib
 import types
+from importlib.util import find_spec
 
 # The module to load -> the extra of pyproject.toml that brings it.
 EXTRAS = {
     "datasets": "hf",
+    "gcsfs": "gcs",
+    "jax_cuda12_plugin": "aot-gpu",
     "libtpu": "aot",
     "pyarrow": "hf",
     "tensorboardX": "tensorboard",
@@ -33,7 +36,19 @@ def load(module: str, *, extra: str | None = None) -> types.ModuleType:
         wanted = extra or EXTRAS.get(module.partition(".")[0]) or EXTRAS.get(missing)
         if missing == "jaxdist" or wanted is None:
             raise
-        raise MissingExtra(
-            f'{missing} is not installed. Install it with: pip install "jaxdist[{wanted}]"',
-            name=missing,
-        ) from error
+        raise _missing(missing, wanted) from error
+
+
+def require(module: str) -> None:
+    """Checks that an optional package of the table is there, without importing it.
+
+    Raises:
+      MissingExtra: it is not installed.
+    """
+    if find_spec(module) is None:
+        raise _missing(module, EXTRAS[module])
+
+
+def _missing(module: str, extra: str) -> MissingExtra:
+    command = f'pip install "jaxdist[{extra}]"'
+    return MissingExtra(f"{module} is not installed. Install it with: {command}", name=module)

@@ -79,7 +79,7 @@ def load_run(
     config, rules, spec = _fitted(config, devices, mesh)
     placed = build_mesh(config.mesh, devices)
     built = recipe.build_step(config, spec, placed, rules)
-    checkpoints = folder / workdir.CHECKPOINTS
+    checkpoints = workdir.checkpoints_folder(folder, config)
     with CheckpointStore(checkpoints, config.checkpoint, mode="read") as store:
         restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
         for bad, reason in store.bad_steps.items():

@@ -7,8 +7,9 @@ Axes are ordered outermost first, so neighbouring devices end up on `tensor`, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -140,22 +141,25 @@ def _zero_faults(zero: int, fsdp: int) -> list[str]:
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices (groups joined by fast links) among the devices."""
-    return len({getattr(device, "slice_index", 0) for device in devices})
+    """Returns the number of slices among the devices: groups of TPUs joined by ICI, else one.
+
+    On GPUs jax counts hosts: their order, host by host, is all that a mesh there needs.
+    """
+    return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"} or {0})
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh over the devices (default: all), every axis present, axis type Auto.
 
-    On real slices the ICI part of every axis stays inside a slice. Emulated CPU devices have no
-    slices: there `mesh.dcn` groups neighbours, so that hybrid layouts can be tried on a laptop.
+    On real slices the ICI part of every axis stays inside a slice. GPUs and emulated CPU devices have
+    no slices: there `mesh.dcn` groups neighbours, hosts or none.
 
     Raises:
       ConfigError: see `resolve_mesh`.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = count_slices(devices)
-    if slices == 1 and devices[0].platform == "cpu":
+    if devices[0].platform != "tpu":
         slices = math.prod(n for a in AXES if (n := getattr(config.dcn, a)) > 0)
     shape = resolve_mesh(config, len(devices), slices)
     return Mesh(_arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -165,11 +169,19 @@ def _arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
     sizes = tuple(shape.sizes.values())
     dcn = tuple(shape.dcn.values())
     if math.prod(dcn) == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
+        return _on_torus(partial(mesh_utils.create_device_mesh, sizes, devices))
     ici = tuple(size // parts for size, parts in zip(sizes, dcn, strict=True))
     if count_slices(devices) > 1:
-        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+        return _on_torus(partial(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices))
     # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per axis.
     grid = np.asarray(devices).reshape(dcn + ici)
     order = [axis for pair in zip(range(6), range(6, 12), strict=True) for axis in pair]
     return grid.transpose(order).reshape(sizes)
+
+
+def _on_torus(arrange: Callable[..., np.ndarray]) -> np.ndarray:
+    """Returns the arrangement with whole torus dims for every axis, else with split ones."""
+    try:
+        return arrange()
+    except NotImplementedError:  # an axis that is no product of torus dims
+        return arrange(allow_split_physical_axes=True)

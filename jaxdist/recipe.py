@@ -27,6 +27,9 @@ from jaxdist.models import registry
 from jaxdist.optimizers import OptimizerConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.remat import RematConfig
+from jaxdist.resilience import health, watchdog
+from jaxdist.resilience.health import HealthConfig
+from jaxdist.resilience.watchdog import WatchdogConfig
 from jaxdist.sharding import Placement, Rules, build_rules, place
 from jaxdist.telemetry.profile import ProfileConfig
 from jaxdist.training.staging import PipelineConfig, Staging
@@ -72,6 +75,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
@@ -95,6 +100,8 @@ HARMLESS = (
     "pipeline.*",
     "checkpoint.*",
     "profile.*",
+    "watchdog.*",
+    "health.*",
     "batch.accumulation",
     "train.log_every",
     "train.eval_every",
@@ -201,9 +208,17 @@ def from_config(config: ConfigDict | Mapping) -> RunConfig:
 def validate(
     run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True
 ) -> tuple[MeshShape, Rules, ModelSpec]:
+    """Returns `validate_on` of these devices."""
+    return validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data)
+
+
+def validate_on(
+    run: RunConfig, num_devices: int, num_slices: int | None = None, *, with_data: bool = True
+) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
 
     Args:
+      num_slices: of the devices; None where the hardware has none: as many as the mesh asks for.
       with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
 
     Raises:
@@ -212,7 +227,7 @@ def validate(
     faults = list(_faults(run)) + (run.data.faults() if with_data else [])
     shape = None
     try:
-        shape = resolve_mesh(run.mesh, len(devices), _num_slices(run.mesh, devices))
+        shape = resolve_mesh(run.mesh, num_devices, num_slices or _asked_slices(run.mesh))
     except ConfigError as error:
         faults += error.faults
     if shape is None or registry.option_faults(run.model_class, run.model_options):
@@ -231,10 +246,12 @@ def validate(
 
 
 def _num_slices(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the slices among the devices; on emulated ones, as many as the mesh asks for."""
-    found = 1 if devices[0].platform == "cpu" else count_slices(devices)
-    asked = [n for axis, n in vars(mesh.dcn).items() if axis != "force" and n > 1]
-    return found if found > 1 else math.prod(asked)
+    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh asks for."""
+    return count_slices(devices) if devices[0].platform == "tpu" else _asked_slices(mesh)
+
+
+def _asked_slices(mesh: MeshConfig) -> int:
+    return math.prod(n for axis, n in vars(mesh.dcn).items() if axis != "force" and n > 1)
 
 
 def _merged(faults: Iterable[str]) -> list[str]:
@@ -266,6 +283,8 @@ def _faults(run: RunConfig) -> Iterator[str]:
     yield from remat.faults(run.remat)
     yield from optimizers.faults(run.optimizer, run.train.steps)
     yield from checkpoint_config.faults(run.checkpoint)
+    yield from watchdog.faults(run.watchdog)
+    yield from health.faults(run.health)
     yield from registry.option_faults(run.model_class, run.model_options)
     yield from _sequence_faults(run)
 
@@ -335,6 +354,7 @@ def build_step(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Tra
         accumulation=run.batch.accumulation,
         compute=run.precision.compute,
         params=run.precision.params,
+        reduce=run.precision.reduce,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
         staging=staging(run, spec, rules.shape),

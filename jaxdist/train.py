@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -15,8 +14,12 @@ from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
 from jaxdist.checkpoint.layout import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data import SourceError
+from jaxdist.planner.plan import explain_shortage
+from jaxdist.resilience import EXIT_PREEMPTED, elastic
+from jaxdist.resilience.preemption import own_process
+from jaxdist.resilience.progress import default_workdir
 
-EXIT_PREEMPTED = 75
+__all__ = ["default_workdir", "main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,8 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
             jax.config.update("jax_num_cpu_devices", emulated)
         dry_run.dry_run(config, jax.devices())
         return 0
+    folder = Path(flags.workdir or default_workdir(flags.config))
+    full = elastic.full_devices(os.environ, folder, here=jax.local_device_count())
     try:
-        loop.run(config, Path(flags.workdir or default_workdir(flags.config)), title=flags.config)
+        loop.run(config, folder, title=flags.config, full_devices=full)
     except loop.Interrupted as interrupted:
         print(interrupted)
         return EXIT_PREEMPTED
@@ -42,14 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (loop.TrainingStopped, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: {explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
+        return 1
     return 0
-
-
-def default_workdir(config: str) -> str:
-    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument."""
-    name, _, argument = config.partition(":")
-    words = [Path(name).stem, re.sub(r"[^\w.]+", "-", argument).strip("-")]
-    return "runs/" + "-".join(filter(None, words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,4 +64,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    with own_process():
+        command_line.main_with_config_errors(main)

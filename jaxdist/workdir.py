@@ -19,6 +19,8 @@ import jax
 import jaxdist
 from jaxdist import config as configs
 from jaxdist import hardware
+from jaxdist.checkpoint.folder import CheckpointError, as_path, has_steps
+from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.recipe import (
@@ -31,13 +33,46 @@ from jaxdist.recipe import (
 )
 from jaxdist.sharding import Rules
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
-from jaxdist.telemetry.metrics import Throughput
+from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.training.objective import build_objective
 from jaxdist.training.state import ModelSpec
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
+
+
+def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
+    """Returns where the checkpoints of the run in `folder` are."""
+    return _checkpoints(folder, config.checkpoint.folder)
+
+
+def _checkpoints(folder: Path, chosen: str) -> Path:
+    return as_path(chosen) if chosen else folder / CHECKPOINTS
+
+
+def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointStore:
+    """Returns the store of the run in `folder`, to write.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        return CheckpointStore(checkpoints_folder(folder, config), config.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; give a --workdir or checkpoint.folder that can") from error
+
+
+@contextlib.contextmanager
+def logs_bad_checkpoints(folder: Path, *, enabled: bool) -> Iterator[None]:
+    """Writes the events of a run that has no usable checkpoint, and so never begins."""
+    try:
+        yield
+    except CheckpointError as error:
+        with contextlib.closing(MetricsWriter(folder, enabled=enabled)) as events:
+            for step, reason in error.steps.items():
+                events.event("bad_checkpoint", step, reason=reason)
+        raise
 
 
 @contextlib.contextmanager
@@ -81,14 +116,23 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def settle_config(folder: Path, run: RunConfig, *, resuming: bool) -> None:
+def settle_config(folder: Path, run: RunConfig) -> None:
     """Writes config.json; for a run that goes on, refuses changes that would alter its losses.
 
     Raises:
       ConfigError: one line per such change.
     """
     new = configs.to_config_dict(run)
-    if resuming and (folder / CONFIG).exists():
+    goes_on = has_steps(checkpoints_folder(folder, run))
+    if not goes_on and (folder / CONFIG).exists():  # its steps may lie where the config before had them
+        chosen = json.loads((folder / CONFIG).read_text())["checkpoint"]["folder"]
+        if chosen != run.checkpoint.folder and has_steps(_checkpoints(folder, chosen)):
+            raise ConfigError(
+                f"checkpoint.folder: the run in {folder} has its checkpoints in "
+                f"{_checkpoints(folder, chosen)}, and {checkpoints_folder(folder, run)} has none; put it "
+                f"back, copy them, or start a new run with another --workdir"
+            )
+    if goes_on and (folder / CONFIG).exists():
         old = configs.to_config_dict(read_config(folder))
         allowed = harmless_on_resume(run)
         faults = [

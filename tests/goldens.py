@@ -1,4 +1,4 @@
-"""What is pinned in tests/golden: the config keys and the sharding tables of the shipped configs.
+"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs, rules of thumb.
 
 `python tests/goldens.py` writes them anew; then read the diff.
 """
@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from jaxdist import annotations, config, recipe, sharding  # noqa: E402
 from jaxdist.mesh import MeshConfig, resolve_mesh  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
+from jaxdist.planner import rules, targets  # noqa: E402
 from jaxdist.training.state import ModelSpec, describe  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
@@ -52,13 +53,33 @@ STAGED = {
     )
 }
 
+NUM_LAYERS = {"1.3b": 24, "7b": 32, "13b": 40, "65b": 80, "70b": 80, "175b": 96, "405b": 126, "1000b": 128}
+
 
 @cache
 def texts() -> dict[str, str]:
     """Returns `{file below tests/golden: what it should hold}`."""
     layouts = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
     tables = {f"sharding/{n.replace(':', '_')}.txt": sharding_text(n, x) for n, x in layouts.items()}
-    return {"config_keys.txt": config_keys_text(), **tables}
+    return {"config_keys.txt": config_keys_text(), "rules_of_thumb.txt": rules_text(), **tables}
+
+
+def rule(model: str, target: str, tokens: int | None = None) -> rules.Suggestion:
+    """Returns what the rule of thumb says of a model such as "70b"."""
+    billions = float(model.removesuffix("b"))
+    return rules.rule_of_thumb(billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens)
+
+
+def rules_text() -> str:
+    lines = []
+    for target in ("h100:1x8", "h100:8x8", "h100:384x8", "v5p:4x4x4", "v6e:16x16x2"):
+        for model in ("7b", "13b", "70b", "175b", "1000b"):
+            found = rule(model, target)
+            lines += [f"{model} on {target}: {' '.join(found.overrides)}"]
+            lines += [f"    {reason}" for reason in found.reasons]
+            strategy = rules.next_strategy(float(model[:-1]) * 1e9, targets.parse(target))
+            lines += [f"    ladder: {strategy}"]
+    return "\n".join(lines) + "\n"
 
 
 def config_keys_text() -> str:

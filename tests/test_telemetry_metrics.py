@@ -115,9 +115,7 @@ def test_a_disabled_writer_touches_nothing(tmp_path):
 
 def test_every_event_of_the_package_is_in_the_contract():
     used = {
-        name
-        for path in PACKAGE.rglob("*.py")
-        for name in re.findall(r'event\(\s*"(\w+)"', path.read_text())
+        name for path in PACKAGE.rglob("*.py") for name in re.findall(r'event\(\s*"(\w+)"', path.read_text())
     }
     assert {"start", "save", "stop", "spike"} <= used
     assert used <= EVENTS, f"not in the contract: {sorted(used - EVENTS)}"

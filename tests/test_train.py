@@ -165,7 +165,10 @@ def test_a_finished_run_says_so_and_how_to_go_on(straight):
 def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     workdir = tmp_path / "interrupted"
     process = subprocess.Popen(
-        command(workdir, checkpoint__every_steps=0), env=environment(1), stdout=subprocess.PIPE, text=True
+        command(workdir, checkpoint__every_steps=0, checkpoint__save_at_end=False),
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     while process.poll() is None and last_step(workdir) < 20:
         time.sleep(0.002)

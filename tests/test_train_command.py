@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -214,6 +213,18 @@ def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
     assert (folder / "config.json").read_text() == before
 
 
+def test_a_run_does_not_begin_anew_because_its_checkpoints_are_looked_for_elsewhere(
+    capsys, finished, tmp_path
+):
+    folder, arguments = finished
+    before = (folder / "config.json").read_text()
+    (fault,) = refused(capsys, *arguments, *overrides(f"checkpoint.folder={tmp_path / 'other'}"))
+    assert fault.startswith(
+        f"checkpoint.folder: the run in {folder} has its checkpoints in {folder}/checkpoints"
+    )
+    assert (folder / "config.json").read_text() == before
+
+
 def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
     folder, arguments = finished
     assert train.main(arguments + overrides("checkpoint.keep_last=1", "data.prefetch=0")) == 0
@@ -265,24 +276,6 @@ def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch)
     ):
         assert line in text
     assert not list(tmp_path.iterdir())
-
-
-def test_memory_by_arithmetic_is_what_the_compiler_says():
-    arguments = ["--config", "llama3_8b:tiny", *overrides("mesh.fsdp=8")]
-    _, run = command_line.parse(train._parser(), arguments)
-    _, rules, spec = recipe.validate(run, jax.devices())
-    built = recipe.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules)
-    sizes = dry_run.component_bytes(built, spec, rules)
-    assert sizes["parameters"] < 4 * spec.parameter_count / 7  # it is really split
-    assert sizes["gradients"] == sizes["parameters"]  # float32, the same layout
-    counters = sizes["optimizer state"] - 2 * sizes["parameters"]
-    assert 0 < counters <= 4 * 8
-    batch = recipe.text_batch(run, run.batch.global_size // 8)
-    held = sum(x.size * 4 for x in batch.values())
-    found = dry_run.compile_step(run, built).memory_analysis().argument_size_in_bytes
-    # The batch's own indices may be dropped where nothing reads them.
-    state = sizes["parameters"] + sizes["optimizer state"] + 4
-    assert state < found <= state + held
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""Plans our program at published points, beside what was published and the largest peer's own program.
+
+    JAX_PLATFORMS=cpu python benchmarks/peers.py --points 16b-v5e-256,64b-v5p-128
+
+Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a point, 8 and more for v6e; results are kept in the
+planner's cache. Rows replace those of the same name in benchmarks/results/plan-points.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from points import POINTS, Point, command, find
+
+from jaxdist import config as configs
+from jaxdist import recipe
+from jaxdist.config import ConfigError
+from jaxdist.planner import targets, timing
+from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.plan import Plan, make_plan
+from jaxdist.recipe import RunConfig
+from jaxdist.telemetry import hlo
+
+GIB = 2**30
+CONFIGS = Path(__file__).parents[1] / "configs"
+RESULTS = Path(__file__).parent / "results" / "plan-points.json"
+
+
+def run_of(point: Point) -> RunConfig:
+    """Returns the run of a point."""
+    config = configs.load(point.config, folders=[CONFIGS])
+    texts = {name: str(value) for name, value in point.overrides.items()}
+    configs.apply_overrides(config, texts, recipe.full_schema(config.model.target))
+    return recipe.from_config(config)
+
+
+def plan_of(point: Point) -> Plan:
+    """Returns our program's plan at a point, compiled with the flags it was published with."""
+    options = CompileOptions(flags=tuple(point.flags.items()), memory_bytes=6 * GIB, timeout_s=4 * 3600)
+    return make_plan(run_of(point), targets.parse(point.target), options=options, say=print)
+
+
+def row(point: Point, plan: Plan) -> dict[str, Any]:
+    """Returns a point's row of the table: ours, the peer's, what was published, and the command."""
+    found: dict[str, Any] = {"point": point.name, "target": point.target, "fits": plan.fits}
+    found |= {
+        "command": command(point),
+        "published": _published(point),
+        "peer": dataclasses.asdict(point.peer),
+    }
+    done, time = plan.compiled, plan.time
+    if done is None or time.step_s is None:
+        return found | {"ours": None, "why": plan.exit_reason}
+    ours = {"low_s": time.low_s, "mid_s": time.step_s, "high_s": time.high_s}
+    memory = {"peak_gib": done.peak_bytes / GIB, "host_gib": done.host_temp_bytes / GIB}
+    found["ours"] = {name: round(value, 3) for name, value in (ours | memory).items()}
+    found["ours"] |= _facts(plan)
+    found["ours_over_peer"] = _ratios(point, found["ours"])
+    if point.published_s:
+        found["against_published"] = _against(point.published_s, ours)
+    found["versions"], found["compile_cpu_s"] = dict(done.versions), round(done.cpu_seconds, 1)
+    return found
+
+
+def _published(point: Point) -> dict[str, Any]:
+    return {"step_s": point.published_s, "as": point.published, "source": point.source}
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """Returns what stands behind the times."""
+    kernels = timing.attention_kernels(hlo.parse(plan.compiled.hlo))  # type: ignore[union-attr]
+    layers = plan.run.model["num_layers"]
+    calls = {
+        role: sum(k.count for k in kernels if k.role == role) / layers for role in {k.role for k in kernels}
+    }
+    sync = sum(one.step_s for one in plan.collectives if not one.asynchronous)
+    asynchronous = sum(one.step_s for one in plan.collectives if one.asynchronous)
+    return {
+        "attention_kernels_per_layer": calls,
+        "synchronous_communication_s": round(sync, 3),
+        "asynchronous_communication_s": round(asynchronous, 3),
+        "mfu_full": round(plan.time.mfu_full or 0, 4),
+        "mfu_causal": round(plan.time.mfu_causal or 0, 4),
+    }
+
+
+def _ratios(point: Point, ours: dict[str, Any]) -> dict[str, float]:
+    """Returns ours over the peer's: as it was estimated, and with attention charged as ours is."""
+    return {
+        "mid": round(ours["mid_s"] / point.peer.mid_s, 3),
+        "mid_charged_alike": round(ours["mid_s"] / (point.peer.mid_s + point.peer.recharged_s), 3),
+        "peak": round(ours["peak_gib"] / point.peer.peak_gib, 3),
+    }
+
+
+def _against(published_s: float, ours: dict[str, float]) -> dict[str, Any]:
+    low, high = ours["low_s"] * (1 - timing.WIDENED), ours["high_s"] * (1 + timing.WIDENED)
+    errors = {name: round(value / published_s - 1, 3) for name, value in ours.items()}
+    return {
+        "errors": errors,
+        "band_holds": low <= published_s <= high,
+        "high_over_low": round(ours["high_s"] / ours["low_s"], 3),
+    }
+
+
+def keep(new: dict[str, Any], path: Path = RESULTS) -> None:
+    """Writes a row, in place of an older one of the same point, in the order of the points."""
+    rows = {old["point"]: old for old in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    rows[new["point"]] = new
+    ordered = [rows[point.name] for point in POINTS if point.name in rows]
+    path.write_text(json.dumps({"summary": summary(ordered), "rows": ordered}, indent=1) + "\n")
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns how many published values the bands hold, and where we are at or below the peer."""
+    judged = [found for r in rows if (found := r.get("against_published"))]
+    ours = [r for r in rows if r.get("ours_over_peer")]
+    return {
+        "published_points": len(judged),
+        "bands_that_hold": sum(found["band_holds"] for found in judged),
+        "widest_high_over_low": max((found["high_over_low"] for found in judged), default=None),
+        "time_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"]["mid"] <= 1],
+        "memory_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"]["peak"] <= 1],
+    }
+
+
+def main() -> None:
+    """Plans the points and prints a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--points", default=",".join(p.name for p in POINTS), help="names (default: all)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    flags = parser.parse_args()
+    for name in flags.points.split(","):
+        point = find(name)
+        try:
+            found = row(point, plan_of(point))
+        except ConfigError as error:
+            raise SystemExit(str(error)) from error
+        keep(found, flags.out)
+        print(
+            json.dumps({key: found.get(key) for key in ("point", "ours", "ours_over_peer", "why")}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`python -m jaxdist.plan --config NAME --on v5p:4x4x4`: prove that a run fits hardware that is not here.
+
+Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxdist import command_line, machine, workdir
+from jaxdist.config import ConfigError
+from jaxdist.planner import search, show, targets
+from jaxdist.planner.plan import Plan, make_plan, outline
+
+MOST_CHECKED = 3  # edits that --fix compiles
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    flags, run = command_line.parse(_parser(), arguments)
+    target = _target(flags.on)
+    if flags.search and target.platform == "cpu":
+        raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
+    if flags.search and flags.fix:
+        raise ConfigError("--fix mends one layout, --search looks for another; give one of them")
+    console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
+    folder = _folder(flags.workdir) if flags.workdir else None
+    more: dict[str, Any] = {"price_per_chip_hour": flags.price_per_chip_hour}
+    more |= {"tokens": int(flags.tokens)} if flags.tokens else {}
+    ranked: dict[str, Any] = {}
+    with _progress() as say:
+        if flags.search:
+            ranking = search.search(run, target, say=say)
+            code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
+            found = replace(plan, **more).to_json()
+            found["search"] = {name: value for name, value in ranked.items() if name != "winner"}
+        else:
+            plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say, **more)
+            code, found = plan.exit_code, plan.to_json()
+    if ranked:
+        search.show(ranked, console, _run_words(arguments or sys.argv))
+    show.show(found, console)
+    if folder:
+        workdir.write_json(folder / "plan.json", found)
+        workdir.write_text(folder / "plan.txt", show.as_text(found))  # what `report` shows
+    if flags.json:
+        print(json.dumps(found, indent=1))
+    return code
+
+
+def _first(ranking: search.Ranking) -> Plan:
+    """Returns the winner's plan; if none fits the nearest's; if none was compiled what arithmetic says."""
+    if ranking.compiled:
+        return ranking.compiled[0].plan
+    plan, _, _ = outline(ranking.others[0][0].run, ranking.target)
+    return replace(plan, exit_reason=f"not compiled: {ranking.stopped}")
+
+
+def _folder(name: str) -> Path:
+    """Returns the workdir, made before the work so that it fails early."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir {name}: {error.strerror}; give a folder that can be written") from error
+    return folder
+
+
+def _target(text: str) -> targets.Target:
+    if text == "here":
+        machine.skip_absent_tpu(os.environ)
+        return targets.parse(text, jax.devices())
+    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
+    return targets.parse(text)
+
+
+def _run_words(words: Sequence[str]) -> str:
+    """Returns what says which run it is: `--config NAME --config.a.b=value`."""
+    pairs = zip(["", *words], words, strict=False)
+    own = "--config"  # without "=", its value is the next word
+    return shlex.join(w for v, w in pairs if w.startswith(own) or (v.startswith(own) and "=" not in v))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Gives what shows each stage of the work on stderr: as it runs on a terminal, else a line each."""
+    console, began = Console(stderr=True), time.monotonic()
+    if not console.is_terminal:
+        yield lambda line: print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda line: bar.update(task, description=line)
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxdist plan", description=__doc__, add_help=False)
+    parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:1x8, cpu:8 or here")
+    parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
+    parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
+    parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12")
+    parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
+    parser.add_argument("--workdir", help="keep the plan there as plan.json and plan.txt")
+    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+    return parser
+
+
+if __name__ == "__main__":
+    command_line.main_with_config_errors(main)

@@ -1,0 +1,1 @@
+"""The planner: proves that a run fits on absent hardware, and predicts its speed, before it is paid for."""

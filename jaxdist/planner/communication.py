@@ -1,0 +1,375 @@
+"""Every collective of a compiled step: what moves, over which mesh axis and link, and what hides it.
+
+Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start and done, as a
+TPU fusion that compute fusions go on with (the same one several times, told apart by channel), as
+chains of permutes, as a call on the SparseCore, and between slices as host transfers (the program is
+then that of one slice). All come out as one `Collective` each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+import numpy as np
+
+from jaxdist.mesh import BATCH_AXES, CHATTY_AXES, MeshShape
+from jaxdist.planner.targets import Link, Target
+from jaxdist.telemetry import hlo
+from jaxdist.telemetry.units import time_text
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_SLOW = ("DCN", "InfiniBand", "PCIe")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program; bytes are of one execution on one device."""
+
+    kind: str  # of KINDS
+    axis: str  # mesh axes it spans, "data+fsdp"; "part of fsdp"; "?" if it fits none
+    group_size: int
+    dtype: str
+    bytes: int  # payload: the gathered result, what is reduced, exchanged or sent
+    count: int  # executions a step, loops multiplied out
+    asynchronous: bool
+    in_loop: bool
+    what: str  # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "activations"
+    module: str  # the Python that asked for it: "FeedForward.__call__ (transformer.py:189)"
+    phase: str  # forward, recomputation, backward, update; "?" where the compiler keeps no source
+    name: str  # of the instruction
+    computation: str  # whose schedule it is in, from `begins` to `ends`
+    begins: int
+    ends: int
+    link: Link | None = None  # None: no target was given, or one device
+    hidden_by: str = ""  # the instructions between start and done that take longest
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether it makes weights whole."""
+        return self.what.startswith("gather of ") and "batch/" not in self.what
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in one execution of the bandwidth-optimal algorithm."""
+        n = self.group_size
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(self.kind, (n - 1) / n)
+        return share * self.bytes
+
+    @property
+    def wire_s(self) -> float:
+        """Seconds of one execution, were nothing else on its links; 0 without a link."""
+        return self.wire_bytes / self.link.bytes_per_s if self.link else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of all executions of a step, in the open."""
+        return self.count * self.wire_s
+
+
+def collectives(
+    module: hlo.Module,
+    shape: MeshShape,
+    target: Target | None = None,
+    mesh_ids: Sequence[int] | None = None,
+) -> list[Collective]:
+    """Returns the collectives of a compiled step in the order of its schedule.
+
+    Args:
+      target: gives links, and so times.
+      mesh_ids: physical ids of the mesh's devices in order (`Compiled.mesh_ids`).
+    """
+    reader = _Reader(module, shape, target, mesh_ids)
+    found = [one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1]
+    return [_with_weights(one, found) for one in found]
+
+
+class _Reader:
+    """What reading a module's collectives needs to keep at hand."""
+
+    def __init__(self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids):
+        self.module, self.shape, self.target, self.mesh_ids = module, shape, target, mesh_ids
+        self.inside = {  # computation -> the collectives written in it
+            name: [step for step in steps.values() if _kind(step)]
+            for name, steps in module.computations.items()
+        }
+        self.around = {id(s): module.computations[name] for name, found in self.inside.items() for s in found}
+        sizes = np.array(tuple(shape.sizes.values()))
+        inner = (sizes // tuple(shape.dcn.values()))[:, None]
+        self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)  # [axes, places in the mesh]
+        first_slice = ~(self.coordinates // inner).any(axis=0)
+        between = any(_BETWEEN_SLICES.search(s.text) for found in self.inside.values() for s in found)
+        # Where in the mesh the executable's devices are: between slices it is the program of one.
+        self.places = np.flatnonzero(first_slice | (not between))
+        self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))  # alike, one of each slice
+
+    def of_run(self, run: hlo.Run) -> Iterator[Collective]:
+        steps = list(self.module.computations[run.computation].values())
+        spans: dict[object, list] = {}  # place of the first and the last part, instruction, collective
+        keys: dict[str, object] = {}  # instruction -> key of the span that it started or went on with
+        for place, step in enumerate(steps):
+            if step.opcode == "recv" and (found := _RENDEZVOUS.search(step.text)):
+                keys[step.name] = found.group(1)
+            if step.opcode.endswith(("-update", "-done")):
+                key = keys.get(next(iter(step.operands), ""))
+                if key in spans:  # else it ends a callback to the host
+                    spans[key][1], keys[step.name] = place, key
+                continue
+            for inner in self._collectives_of(step):
+                key = keys[step.name] = _key(step, inner)
+                spans.setdefault(key, [place, place, step, inner])[1] = place
+        for begins, ends, outer, inner in spans.values():
+            yield self._collective(run, steps, begins, ends, outer, inner)
+
+    def _collectives_of(self, step: hlo.Instruction) -> list[hlo.Instruction]:
+        """Returns the collectives that an instruction is or holds; none for loops and branches."""
+        if _kind(step):
+            return [step]
+        if step.opcode not in ("fusion", "call-start", "async-start"):
+            return []
+        called = step.called("calls", "to_apply", "called_computations")
+        return [inner for name in called for inner in self.inside.get(name, ())]
+
+    def _collective(self, run: hlo.Run, steps, begins: int, ends: int, outer, inner) -> Collective:
+        group = self.places[list(inner.group)] if inner.group else self.places
+        group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
+        kind, axis = _kind(inner), self._axis(group, inner)
+        types = [part for operand in self._operands(inner) for part in operand.types]
+        payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
+        kind = "reduce-scatter" if _keeps_shard(outer) else kind
+        told = self._told(run, outer, inner)
+        between = sorted(steps[begins + 1 : ends], key=lambda step: -step.cycles)
+        return Collective(
+            kind=kind,
+            axis=axis,
+            group_size=len(group),
+            dtype=max(types, key=lambda part: math.prod(part[1]))[0],
+            bytes=payload,
+            count=run.times,
+            asynchronous=ends > begins,
+            in_loop=bool(run.loops),
+            what=self._what(kind, axis, run, outer, types),
+            module=_python(self.module.stack(told)),
+            phase=_phase(told.op_name),
+            name=outer.name,
+            computation=run.computation,
+            begins=begins,
+            ends=ends,
+            link=self._link(group),
+            hidden_by=", ".join(_described(step) for step in between[:2] if step.cycles),
+        )
+
+    def _operands(self, collective: hlo.Instruction) -> list[hlo.Instruction]:
+        operands = collective.operands[: 1 if collective.opcode == "send" else None]
+        return [self.around[id(collective)][operand] for operand in operands]
+
+    def _told(self, run: hlo.Run, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
+        """Returns an instruction that says where a collective comes from: it, or what it was made of."""
+        if inner.op_name and not outer.op_name:
+            return inner
+        steps, step = self.module.computations[run.computation], outer
+        for _ in range(8):
+            source = steps.get(next(iter(step.operands), ""))
+            if step.op_name or source is None:
+                break
+            step = source
+        return step
+
+    def _axis(self, group: np.ndarray, step: hlo.Instruction) -> str:
+        """Returns the mesh axes along which a group's members differ."""
+        rows = zip(self.shape.sizes, self.coordinates[:, group], strict=True)
+        axes = [axis for axis, row in rows if len(set(row)) > 1]
+        sizes = self.shape.dcn if _BETWEEN_SLICES.search(step.text) else self.shape.sizes
+        whole = math.prod(sizes[axis] for axis in axes) == len(group)
+        return ("" if whole or _kind(step) == "collective-permute" else "part of ") + "+".join(axes)
+
+    def _link(self, group: np.ndarray) -> Link | None:
+        if self.target is None or len(group) < 2:
+            return None
+        ids = self.mesh_ids or range(self.shape.num_devices)
+        return self.target.group_link([ids[place] for place in group])
+
+    def _what(self, kind: str, axis: str, run: hlo.Run, step: hlo.Instruction, types) -> str:
+        found = [self.module.origin(run.computation, operand) for operand in step.operands]
+        origins = {_parameter(step.op_name) for step in found if step}
+        if kind not in ("reduce-scatter", "all-to-all") and origins:
+            return f"gather of {', '.join(sorted(origins))}"
+        if hlo.num_bytes(types) <= 4096:
+            return "scalars"
+        if types[0][0][0] in "su":  # integers
+            return "tokens"
+        # What is summed over parts of the batch, at once or by permutes, is the gradient of weights.
+        summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
+        return "gradient" if summed and set(axis.split("+")) <= set(BATCH_AXES) else "activations"
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+_LARGE = 2**20  # bytes; below it a collective costs its latency, and no setting changes that
+_REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:op_name=\"([^\"]*)\"|$)", re.M)
+
+
+def warnings(
+    found: Sequence[Collective], *, compute: str, forwards_per_backward: float = 1.0, log: str = ""
+) -> list[str]:
+    """Returns what slows the step down, a sentence each: where it comes from, and the cure.
+
+    Args:
+      compute: dtype of matrix products.
+      forwards_per_backward: attention forward kernels per backward (`timing.forwards_per_backward`).
+      log: what the compiler wrote.
+    """
+    large = [one for one in found if one.bytes >= _LARGE]
+    lines = [*_synchronous(large), *_slow_links(large)]
+    if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
+        cure = f"they are used in {compute}: cast them before, as jaxdist.ops.projection.project does"
+        cure = "precision.compute=bfloat16 halves the bytes" if compute == "float32" else cure
+        lines.append(f"weights are gathered in float32 ({_places(wide)}); {cure}")
+    if reduced := [one for one in large if one.kind == "all-reduce" and one.gathers_weights]:
+        lines.append(
+            f"weights are gathered by all-reduce, twice an all-gather's bytes ({_places(reduced)}); the "
+            f"compiler does so where an axis is no ring: choose a slice with wrapped links"
+        )
+    for name, count in Counter(line.group(1) or "?" for line in _REMATERIALISED.finditer(log)).items():
+        lines.append(
+            f"the partitioner copies an array whole to change its sharding, {count} x at {name} "
+            f"(involuntary full rematerialization); name its dims with sharding.shard, as its neighbours are"
+        )
+    if forwards_per_backward > 1:
+        lines.append(
+            f"attention's forward kernel runs {forwards_per_backward:.3g} times per layer; remat.policy="
+            f"dots, or save: with attention_residuals, keeps what its backward reads"
+        )
+    return lines
+
+
+def _synchronous(found: Sequence[Collective]) -> Iterator[str]:
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in found:
+        if one.in_loop and not one.asynchronous and (one.link is None or one.link.name != "memory"):
+            groups.setdefault((one.kind, one.axis, one.what.split()[0]), []).append(one)
+    for (kind, axis, what), group in groups.items():
+        cure = {
+            "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
+            "gradient": "more tokens per device or fewer batch.accumulation makes them a smaller part",
+        }.get(what, f"a smaller mesh.{axis.split('+')[-1]} sends less")
+        if (what, axis) == ("activations", "tensor"):
+            cure += ", mesh.sequence_parallel=true splits the work around them"
+        seconds = sum(one.step_s for one in group)
+        yield (
+            f"{sum(one.count for one in group)} {kind}s over {axis} in a loop are synchronous, nothing runs "
+            f"beside them{f': {time_text(seconds)} a step' if seconds else ''} ({_places(group)}); {cure}"
+        )
+
+
+def _slow_links(found: Sequence[Collective]) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in found:
+        if one.link is not None and one.link.name in _SLOW and set(one.axis.split("+")) & set(CHATTY_AXES):
+            groups.setdefault((one.axis, one.link.name), []).append(one)
+    for (axis, link), group in groups.items():
+        seconds = time_text(sum(one.step_s for one in group))
+        yield (
+            f"mesh axis {axis} talks in every layer, over {link}: {seconds} a step ({_places(group)}); keep "
+            f"it inside what fast links join, and let mesh.data, fsdp or pipeline cross the slow ones"
+        )
+
+
+def _places(group: Sequence[Collective]) -> str:
+    """Returns what is moved and by which modules, the most expensive first, at most three."""
+    ordered = sorted(group, key=lambda one: -one.count * one.wire_bytes)
+    names = dict.fromkeys(f"{one.what}{f' in {one.module}' if one.module else ''}" for one in ordered)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(list(names)[:3]) + more
+
+
+# --- how HLO writes things ------------------------------------------------------------------------
+
+
+def _kind(step: hlo.Instruction) -> str:
+    """Returns the kind, of KINDS, of a collective instruction; "" for others."""
+    if found := _OPCODE.search(step.text):
+        name = found.group(1)
+        return {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}.get(name, name)
+    if (found := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
+        name = found.group(1).lower().replace("_", "-")
+        return name if name in KINDS else "collective-permute"
+    return ""
+
+
+def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
+    """Returns what the parts of one asynchronous collective have in common.
+
+    Fusions repeat it, and its channel tells; plain collectives may share theirs.
+    """
+    if found := _RENDEZVOUS.search(step.text):
+        return found.group(1)
+    if step.opcode == "fusion" and not _keeps_shard(step):
+        return _kind(collective), collective.value("channel_id")
+    return step.name
+
+
+def _keeps_shard(fusion: hlo.Instruction) -> bool:
+    """Returns whether it sums over devices and keeps its own shard: TPU's spelling of reduce-scatter."""
+    return bool(re.search("calls=%?(all-)?reduce-scatter", fusion.text)) or "ReduceScatter" in fusion.text
+
+
+# --- what a person calls it -----------------------------------------------------------------------
+
+
+def _parameter(op_name: str) -> str:
+    """Returns "blocks/mlp/up" for state.trainable['blocks']['mlp']['up']."""
+    parts = re.findall(r"\[\\?'?([^\]\\']*)", op_name)
+    root = op_name.split("[")[0].removeprefix("state.")
+    return "/".join(parts if root == "trainable" else [root, *parts])
+
+
+def _with_weights(one: Collective, found: Sequence[Collective]) -> Collective:
+    """Returns a gradient's collective with the names of the weights of its size that its line gathers."""
+    if one.what != "gradient":
+        return one
+    gathers = [g for g in found if g.module == one.module and g.gathers_weights]
+    sizes = {g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers}
+    own, counts = one.bytes / _itemsize(one.dtype), Counter(sizes.values())
+    # Some are padded; some travel together.
+    names = [
+        name
+        for name, size in sizes.items()
+        if 1 <= round(own / size) <= counts[size] and abs(own / size / round(own / size) - 1) < 0.2
+    ]
+    return replace(one, what=f"gradient of {' or '.join(names)}" if names else "gradient")
+
+
+def _itemsize(dtype: str) -> float:
+    return hlo.num_bytes([(dtype, (8,))]) / 8
+
+
+def _python(frames: Sequence[hlo.Frame]) -> str:
+    """Returns the innermost method of a model on the stack and where it is.
+
+    Else (a loop, a pipeline) the innermost method of ours, else the innermost function.
+    """
+    methods = [f for f in frames if "." in f.function and "<locals>" not in f.function]
+    ours = "/jaxdist/", "/site-packages/"
+    models = [f for f in methods if "/models/" in f.file or not any(part in f.file for part in ours)]
+    frame = next(iter([*models, *methods, *frames]), None)
+    return f"{frame.function} ({PurePath(frame.file).name}:{frame.line})" if frame else ""
+
+
+def _phase(op_name: str) -> str:
+    if "rematted_computation" in op_name:
+        return "recomputation"
+    if not op_name:
+        return "?"
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
+
+
+def _described(step: hlo.Instruction) -> str:
+    return f"{step.name} ({step.op_name.rpartition('/')[2] or step.opcode})"

@@ -1,0 +1,288 @@
+"""Compiles a run's step for a target that need not be here: in a child process, kept by content.
+
+The child (`worker`) may be killed by its caps or die in the compiler; its output goes to a log that
+is shown only when it fails.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jaxdist import config as configs
+from jaxdist import extras, hardware, workdir
+from jaxdist.config import ConfigError
+from jaxdist.planner.targets import Target
+from jaxdist.recipe import RunConfig
+
+GIB = 2**30
+# Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated without it.
+WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
+_VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
+_NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
+_LOG_LINES, _TAIL_LINES = 300, 15
+_NOISE = re.compile(  # what libtpu and the CUDA plugin say on every machine without a device
+    r"^(Failed to find host bounds|WARNING: (Logging before|All log messages)|=== Source Location|"
+    r"learning/\w+/tfrc|[ ^~]+$|-{20}|For simplicity, JAX has|"
+    r"[EWI]0000 .*(worker hostname|cudart_stub|computation_placer|factory))"
+)
+
+
+class DoesNotFit(Exception):
+    """The compiler refused the step: a device's memory does not hold it."""
+
+    def __init__(self, needed_bytes: int, capacity_bytes: int):
+        super().__init__(f"needs {needed_bytes:,} bytes a device, there are {capacity_bytes:,}")
+        self.needed_bytes, self.capacity_bytes = needed_bytes, capacity_bytes
+
+
+class CannotTell(Exception):
+    """The compiler did not answer: it crashed, or took more than its caps; `tail` ends its log."""
+
+    def __init__(self, reason: str, tail: str = ""):
+        super().__init__(reason)
+        self.reason, self.tail = reason, tail
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How to compile, and what the child may take."""
+
+    flags: tuple[tuple[str, Any], ...] = ()  # compiler options over those that train sets
+    windowed_einsum: bool = False  # True: as the compiler likes; its cycles mean nothing then
+    timeout_s: float = 1800
+    memory_bytes: int = 3 * GIB  # resident memory of the child
+    cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step, per device."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int  # arguments given back as results: the donated state
+    temp_bytes: int
+    peak_bytes: int
+    generated_code_bytes: int
+    host_argument_bytes: int
+    host_output_bytes: int
+    host_alias_bytes: int
+    host_temp_bytes: int
+    hlo: str  # the scheduled program; "" where this pair of versions cannot print it
+    mesh_ids: tuple[int, ...]  # [g] = device id of member g of the program's replica groups
+    versions: Mapping[str, str]
+    seconds: float = 0.0  # of wall time to compile
+    cpu_seconds: float = 0.0
+    child_peak_bytes: int = 0  # resident memory of the child that was just run
+    cached: bool = False
+    notes: tuple[str, ...] = ()  # a line each: dropped flags, versions that do not belong together
+    log: str = ""  # what the compiler wrote
+
+
+def compile_run(
+    run: RunConfig,
+    target: Target,
+    options: CompileOptions | None = None,
+    *,
+    say: Callable[[str], None] = lambda stage: None,
+) -> Compiled:
+    """Returns what the target's compiler makes of the very step that `train` would run there.
+
+    `say` gets each stage of the work as it begins.
+
+    Raises:
+      DoesNotFit: the compiler refuses it for its size.
+      CannotTell: no answer from the compiler.
+      ConfigError: the run cannot be laid out on the target.
+      MissingExtra: the target's compiler is not installed.
+    """
+    options = options or CompileOptions()
+    notes = tuple(check_versions(target.platform))
+    with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
+        folder = Path(name)
+        workdir.write_json(folder / workdir.CONFIG, configs.to_config_dict(run).to_dict())
+        request = {
+            "target": target.text, "platform": target.platform,
+            "cache": str(_cache(options) or folder),
+            "flags": compiler_flags(target.platform, options, os.environ),
+        }  # fmt: skip
+        workdir.write_json(folder / "request.json", request)
+        result = _watch(folder, _environment(target, os.environ), options, say)
+        if "faults" in result:
+            raise ConfigError(result["faults"])
+        if "error" in result:
+            raise CannotTell(result["error"], "\n".join(read_log(folder).splitlines()[-_TAIL_LINES:]))
+        entry = read_entry(Path(result.pop("entry")))
+    if entry is None:
+        raise CannotTell("the compiler's result was taken out of the cache before it was read; plan again")
+    if refusal := entry.pop("does_not_fit", None):
+        raise DoesNotFit(*refusal)
+    notes += tuple(result.pop("notes")) + tuple(
+        f"{flag}: refused by this compiler and left out; take it out of your flags as well"
+        for flag in entry.pop("refused")
+    )
+    return Compiled(**entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": notes})
+
+
+def _cache(options: CompileOptions) -> Path | None:
+    """Returns the folder of kept results, None where it cannot be written."""
+    try:
+        folder = options.cache or Path.home() / ".cache" / "jaxdist" / "plans"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def read_entry(path: Path) -> dict[str, Any] | None:
+    """Returns a kept result; None where it is absent or damaged."""
+    try:
+        return json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+
+
+# --- what is compiled with ------------------------------------------------------------------------
+
+
+def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the compiler options: what train sets, the user's own over it, the options' last."""
+    flags: dict[str, Any] = {}
+    if variable := _VARIABLES.get(platform):
+        changed = hardware.flag_environment(platform, environ)  # type: ignore[arg-type]
+        for word in (dict(environ) | changed).get(variable, "").split():
+            name, _, value = word.lstrip("-").partition("=")
+            if platform == "tpu" or name.startswith("xla_gpu"):
+                flags[name] = {"true": True, "": True, "false": False}.get(value, value)
+    if platform == "tpu" and not options.windowed_einsum:
+        flags[WINDOWED_EINSUM] = "1000000"
+    return flags | dict(options.flags)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that make a program."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def check_versions(platform: str) -> Iterator[str]:
+    """Yields a warning for each compiler that is not the one that this jax belongs to.
+
+    Raises:
+      MissingExtra: there is no compiler for the platform.
+    """
+    modules: dict[str, tuple[str, ...]] = {"tpu": ("libtpu",), "gpu": CUDA_PLUGINS}
+    wanted = modules.get(platform, ())
+    found = [name for name in wanted if find_spec(name)]
+    if wanted and not found:
+        extras.require(wanted[0])
+    for package in (name.replace("_", "-") for name in found):
+        version, jax_version = importlib.metadata.version(package), importlib.metadata.version("jax")
+        for line in importlib.metadata.requires("jax") or ():  # libtpu==0.0.42.*; extra == "tpu"
+            pin = re.match(rf"{package}(?:\[[^]]*\])?(?:.*<=|==)([\d.*]+)", line)
+            if pin and not fnmatch(version, pin[1]):
+                yield (
+                    f"{package} {version} beside jax {jax_version}, which belongs with {pin[1]}: the program "
+                    f"may not be printable; pip install '{package}=={pin[1]}'"
+                )
+                break
+
+
+def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the child's environment: a compiler without devices, and its flags given by name only.
+
+    An unknown word in LIBTPU_INIT_ARGS aborts the process; a flag given by name may be refused.
+    """
+    words = [w for w in environ.get("XLA_FLAGS", "").split() if not w.startswith(_NOT_INHERITED)]
+    if target.platform == "cpu":
+        words.append(f"--xla_force_host_platform_device_count={target.num_devices}")
+    child = dict(environ) | {
+        "JAX_PLATFORMS": "cpu",  # with `cuda,cpu` the CUDA plugin wants a GPU
+        "XLA_FLAGS": " ".join(words),
+        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two plans collide on libtpu's lock file
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it cannot read ahead-of-time programs back
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    child.pop("LIBTPU_INIT_ARGS", None)
+    return child
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def _watch(
+    folder: Path, environ: dict[str, str], options: CompileOptions, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Returns the child's result, or {"error": why there is none}."""
+    began, peak, stage, fault = time.monotonic(), 0, "", ""
+    command = [sys.executable, "-m", "jaxdist.planner.worker", str(folder)]
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        while not fault and _runs(child):
+            peak = max(peak, resident_bytes(child.pid))
+            if peak > options.memory_bytes:
+                fault = f"the compiler took more than {options.memory_bytes / GIB:.3g} GiB of this machine"
+            elif time.monotonic() - began > options.timeout_s:
+                fault = f"the compiler took more than {options.timeout_s:g} s"
+            if (now := _read(folder / "stage")) and now != stage:
+                say(stage := now)
+    finally:
+        child.kill()
+        code = child.wait()
+    text = "" if fault else _read(folder / "result.json")
+    if text:
+        return json.loads(text) | {"child_peak_bytes": peak}
+    end = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    return {"error": fault or f"the compiler's process {end} while {stage or 'starting'}"}
+
+
+def _runs(child: subprocess.Popen) -> bool:
+    """Returns whether the child still runs, after a moment."""
+    try:
+        child.wait(0.1)
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+
+
+def resident_bytes(process: int) -> int:
+    """Returns a process's resident memory now; 0 where the system does not say."""
+    pages = _read(Path(f"/proc/{process}/statm")).split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_log(folder: Path) -> str:
+    """Returns the end of the child's log without what libtpu says on every machine."""
+    lines = [line for line in _read(folder / "log").splitlines() if line and not _NOISE.match(line)]
+    return "\n".join(lines[-_LOG_LINES:])

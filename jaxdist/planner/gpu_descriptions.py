@@ -1,0 +1,38 @@
+"""What XLA must know of a GPU to compile for it without one, as a GpuTargetConfigProto in text form."""
+
+from jaxdist import hardware
+
+# Compute capability, multiprocessors, float32 units in each, shared memory of one (KiB), L2 (MiB), boost
+# clock (GHz), memory as the device reports it (bytes). Sources: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"; NVIDIA's architecture whitepapers; memory: the device queries in
+# openxla/xla, xla/backends/gpu/target_config/specs. The plugin's own texts are not in every build of it.
+_GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
+    "a100-40gb": (8, 108, 64, 164, 40, 1.41, 42_331_013_120),
+    "a100": (8, 108, 64, 164, 40, 1.41, 85_100_068_864),
+    "h100": (9, 132, 128, 228, 50, 1.98, 84_942_979_072),
+    "h200": (9, 132, 128, 228, 50, 1.98, 151_397_597_184),
+    "b200": (10, 148, 128, 228, 126.5, 1.965, 191_514_411_008),
+}
+
+
+def gpu_description(chip: hardware.Chip) -> str:
+    """Returns the description of a GPU that has a family."""
+    major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
+    fields = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
+        "shared_memory_per_block": 48 * 1024, "shared_memory_per_core": shared * 1024,
+        "shared_memory_per_block_optin": (shared - 1) * 1024,  # one KiB of each block is the system's
+        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535, "block_dim_limit_z": 65535,
+        "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64,
+        "core_count": cores, "fpus_per_core": units, "clock_rate_ghz": clock,
+        "l2_cache_size": int(l2 * 2**20), "device_memory_size": memory,
+        "memory_bandwidth": int(chip.hbm_bytes_per_s),
+    }  # fmt: skip
+    body = " ".join(f"{name}: {value}" for name, value in fields.items())
+    own = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # sm_90a: Hopper's own instructions
+    return (
+        f"gpu_device_info {{ {body} cuda_compute_capability {{ major: {major} {own} }} }} "
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} '
+        f'device_description_str: "{chip.device_kinds[0]}"'
+    )

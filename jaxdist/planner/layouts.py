@@ -1,0 +1,308 @@
+"""The layouts that a run could have on a target, each with its time and state by arithmetic.
+
+Mesh sizes, ZeRO stage, parts of the batch, schedule and rematerialisation vary; the global batch and the
+numerics never do. The times are made of datasheet rates: good for an order, not for a promise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+
+from jaxdist import recipe, remat
+from jaxdist.config import ConfigError
+from jaxdist.mesh import DcnConfig, MeshConfig, MeshShape
+from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.planner import formulas, memory
+from jaxdist.planner.targets import Link, Target
+from jaxdist.planner.timing import attention_share
+from jaxdist.recipe import RunConfig
+from jaxdist.sharding import Rules, build_rules
+from jaxdist.training.state import ModelSpec
+from jaxdist.workdir import model_flops
+
+REMAT = (
+    "none", "dots", "save:query,key,value,attention_residuals,attention_projection", "full",
+    f"offload:{remat.INPUT}",
+    f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
+)  # fmt: skip
+KEYS = (
+    "mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.dcn.pipeline", "mesh.dcn.data",
+    "mesh.dcn.fsdp", "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule",
+    "pipeline.microbatches", "pipeline.chunks", "remat.policy",
+)  # fmt: skip
+_MADE_BY = {"out": "attention_projection", "gate": "mlp_gate", "up": "mlp_up", "down": "mlp_out"}
+_WIDE = ("query", "key", "value", "mlp_gate", "mlp_up")  # activations not of the model's width
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step on each device."""
+
+    compute: float  # products, recomputed ones included, and attention
+    bubble: float  # of a pipeline
+    update: float  # state and summed gradients, read and written
+    gathers: float  # of weights
+    gradients: float
+    tensor: float  # sums of activations
+    stages: float  # what stages hand on, and their sums over the vocabulary
+    host: float  # offloaded activations
+    hides: bool  # whether the compiler runs gathers and gradients beside compute
+
+    @property
+    def busy_s(self) -> float:
+        return self.compute + self.bubble + self.update
+
+    @property
+    def network_s(self) -> float:
+        return self.gathers + self.gradients + self.tensor + self.stages
+
+    @property
+    def bound_s(self) -> float:
+        """The least: all at once."""
+        return max(self.busy_s, self.network_s, self.host)
+
+    @property
+    def step_s(self) -> float:
+        beside = self.gathers + self.gradients if self.hides else 0.0
+        covered = min(beside, self.busy_s) + min(self.host, self.busy_s)
+        return self.busy_s + self.network_s + self.host - covered
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout."""
+
+    run: RunConfig
+    shape: MeshShape
+    estimate: Estimate
+    state_bytes: int  # weights, gradients and optimizer state, were everything split evenly: the least
+    accounted_bytes: int = 0  # at the peak, by `memory`; 0: not looked at
+
+    @property
+    def text(self) -> str:
+        run, flow = self.run, self.run.pipeline
+        words = [str(self.shape)]
+        words += [f"zero {run.mesh.zero}"] * (run.mesh.zero < 3)
+        words += ["sequence parallel"] * run.mesh.sequence_parallel
+        words += [f"accumulation {run.batch.accumulation}"] * (run.batch.accumulation > 1)
+        if self.shape.sizes["pipeline"] == 1:
+            return ", ".join([*words, f"remat {run.remat.policy}"])
+        chunks = f" x {flow.chunks} chunks" if flow.chunks > 1 else ""
+        return ", ".join([*words, f"{flow.schedule}{chunks}, {flow.microbatches} microbatches"])
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes in use."""
+        return tuple(axis for axis, size in self.shape.sizes.items() if size > 1)
+
+    @property
+    def complexity(self) -> int:
+        """How much there is to set and to understand."""
+        run = self.run
+        return 2 * len(self.axes) + sum(
+            (run.batch.accumulation > 1, run.mesh.sequence_parallel, run.mesh.zero < 3,
+             ":" in run.remat.policy, run.pipeline.chunks > 1)
+        )  # fmt: skip
+
+    def overrides(self, run: RunConfig) -> list[str]:
+        """Returns what it changes of a run, as on the command line."""
+        values = ((key, attrgetter(key)(self.run), attrgetter(key)(run)) for key in KEYS)
+        return [f"{key}={str(mine).lower()}" for key, mine, theirs in values if mine != theirs]
+
+
+def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, MeshShape]], dict, ModelSpec]:
+    """Returns the run on each legal mesh, the counted reasons against the others, and the model's spec.
+
+    Raises:
+      ConfigError: no mesh is legal.
+    """
+    legal, faults, spec, error = [], Counter[str](), None, ConfigError("no mesh is legal")
+    slices = target.num_slices if target.platform == "tpu" else None
+    for mesh in _meshes(run.mesh, target):
+        tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1))
+        if mesh.pipeline > 1:
+            flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
+            tried = replace(tried, pipeline=flow)
+        try:
+            shape, _, spec = recipe.validate_on(tried, target.num_devices, slices, with_data=False)
+            legal.append((tried, shape))
+        except ConfigError as found:
+            error = found
+            faults[re.sub(r"\d+", "N", found.faults[0].partition("; ")[0])] += 1
+    if spec is None:
+        raise error
+    return legal, dict(faults.most_common()), spec
+
+
+def _meshes(asked: MeshConfig, target: Target) -> Iterator[MeshConfig]:
+    total, slices = target.num_devices, target.num_slices
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    for pipeline, data, tensor in product(divisors, repeat=3):
+        if total % (pipeline * data * tensor):
+            continue
+        mesh = replace(
+            asked, pipeline=pipeline, data=data, fsdp=total // (pipeline * data * tensor), tensor=tensor,
+            dcn=DcnConfig(), zero=3, sequence_parallel=False,
+        )  # fmt: skip
+        if data % slices == 0:
+            yield mesh
+        if slices > 1 and pipeline % slices == 0:
+            yield replace(mesh, dcn=DcnConfig(pipeline=slices, data=1))
+        if slices > 1 and mesh.fsdp % slices == 0:
+            yield replace(mesh, dcn=DcnConfig(fsdp=slices, data=1))
+
+
+def candidates(
+    run: RunConfig, target: Target, legal: Sequence[tuple[RunConfig, MeshShape]], spec: ModelSpec
+) -> Iterator[Candidate]:
+    """Yields every layout on the legal meshes."""
+    model = _Model(run, target, spec, _moment_bytes(*legal[0], spec, target))
+    for placed, shape in legal:
+        staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
+        zeros = (3, 2, 1) if shape.sizes["fsdp"] > 1 else (3,)
+        splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
+        policies = (run.remat.policy,) if staged else tuple(dict.fromkeys((run.remat.policy, *REMAT)))
+        parts = list(_parts(placed, shape, depth_of(spec)))
+        for zero, split, part, policy in product(zeros, splits, parts, policies):
+            mesh = replace(placed.mesh, zero=zero, sequence_parallel=split)
+            one = replace(part, mesh=mesh, remat=replace(run.remat, policy=policy))
+            yield Candidate(one, shape, model.estimate(one, shape), model.state_bytes(one, shape))
+
+
+def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
+    """Yields the ways to cut up the batch: in accumulation steps, or microbatches and chunks."""
+    each, stages = run.batch.global_size // shape.batch_shards, shape.sizes["pipeline"]
+    for n in (n for n in range(1, each + 1) if each % n == 0):
+        if stages == 1:
+            yield replace(run, batch=replace(run.batch, accumulation=n))
+            continue
+        yield replace(run, pipeline=replace(run.pipeline, microbatches=n))
+        for chunks in range(2, depth // stages + 1) if n % stages == 0 else ():
+            if depth % (stages * chunks) == 0:
+                flow = replace(run.pipeline, schedule="interleaved", microbatches=n, chunks=chunks)
+                yield replace(run, pipeline=flow)
+
+
+def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
+    """Returns the candidate with its peak by `memory`: milliseconds, once a block's shapes are traced."""
+    found = memory.components(one.run, spec, _rules(one.run, one.shape), target)
+    return replace(one, accounted_bytes=memory.accounted_peak(found))
+
+
+def _rules(run: RunConfig, shape: MeshShape) -> Rules:
+    return build_rules(run.mesh, shape, vocab_over_stages=run.pipeline.edges == "sharded")
+
+
+def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
+    """Returns the bytes of optimizer state per parameter."""
+    found = memory.moments(run, spec, _rules(run, shape), target)["update"].get("optimizer state", 0)
+    return (
+        found * shape.sizes["fsdp"] * shape.sizes["tensor"] * shape.sizes["pipeline"] / spec.parameter_count
+    )
+
+
+def depth_of(spec: ModelSpec) -> int:
+    """Returns the number of blocks; 1 without."""
+    named = spec.named_parameters()
+    return next((x.shape[0] for path, (x, _) in named.items() if path.startswith("blocks/")), 1)
+
+
+class _Model:
+    """A step's time and state by arithmetic, for the layouts of one run."""
+
+    def __init__(self, run: RunConfig, target: Target, spec: ModelSpec, moments: float):
+        self.target, self.moments, chip = target, moments, target.chip
+        self.peak = (chip and (chip.peak(run.precision.compute) or chip.peak("bfloat16"))) or 1e12
+        self.hbm = chip.hbm_bytes_per_s if chip else math.inf
+        self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf
+        dtypes = run.precision.params, run.precision.compute
+        self.stored, self.computed = (formulas.BYTES[dtype] for dtype in dtypes)
+        self.depth, self.made, self.links = depth_of(spec), Counter[str](), dict[tuple, Link]()
+        for path, (x, _) in spec.named_parameters().items():  # made: parameters by what they compute
+            name = path.rpartition("/")[2]
+            self.made[_MADE_BY.get(name, name) if path.startswith("blocks/") else ""] += math.prod(x.shape)
+        self.parameters = self.made.total()
+        self.in_blocks = max(self.parameters - self.made.pop("", 0), 1)
+        self.tokens = run.batch.global_size * run.batch.sequence_length
+        flops = model_flops(run, spec)
+        self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
+        self.products = flops["causal"] * self.tokens - 3 * self.attention
+        self.reached = attention_share(target, run.model.get("head_dim", 128))  # of peak, by its kernels
+        self.width = run.model.get("d_model", 0)  # of foreign models, what activations send is left out
+
+    def state_bytes(self, run: RunConfig, shape: MeshShape) -> int:
+        kept = formulas.Policy(self.stored, 4, 0, self.moments, "")
+        local = self.parameters / shape.sizes["tensor"] / shape.sizes["pipeline"]
+        return int(formulas.state_bytes(local, kept, shards=shape.sizes["fsdp"], zero=run.mesh.zero))
+
+    def estimate(self, run: RunConfig, shape: MeshShape) -> Estimate:
+        stages, zero, gpu = shape.sizes["pipeline"], run.mesh.zero, self.target.platform == "gpu"
+        flow, chunks = (run.pipeline.microbatches, run.pipeline.chunks) if stages > 1 else (1, 1)
+        ticks = (flow + (stages - 1) / chunks) / flow  # 1, and what is computed for nothing
+        passes = run.batch.accumulation * flow * ticks  # over a stage's weights
+        policy = "full" if stages > 1 else run.remat.policy
+        local = self.parameters / shape.sizes["tensor"] / stages
+        state = local / (shape.sizes["fsdp"] if zero else 1)
+        partial = state if zero >= 2 else local  # gradients, as they are added up
+        gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
+        x = self.tokens * self.width * self.computed / shape.batch_shards
+        sums = (
+            4 + (self._again(policy) > self._part("attention_projection"))
+        ) * self.depth / stages * ticks + 3
+        compute = max(
+            self._compute(policy, stages * chunks, gpu), 3 * passes * local * self.computed / self.hbm
+        )
+        reduced: formulas.Collective = "reduce-scatter" if zero >= 2 else "all-reduce"
+        return Estimate(
+            compute=compute,
+            bubble=compute * (1 / (1 - bubble_fraction(stages, flow, chunks)) - 1),
+            update=(2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm,
+            gathers=self._time("all-gather", gathered, shape, "fsdp"),
+            gradients=self._time(reduced, 4 * passes * local, shape, "fsdp")
+            + self._time("all-reduce", 4 * passes * partial, shape, "data"),
+            tensor=self._time("all-reduce", sums * x, shape, "tensor"),
+            stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
+            + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),
+            host=2 * self._offloaded(policy) * x / self.pcie,
+            hides=gpu,
+        )
+
+    def _compute(self, policy: str, places: int, gpu: bool) -> float:
+        """Returns seconds at peak; layers are padded to so many places."""
+        names = remat.named_in(policy)["save"] + remat.named_in(policy)["offload"]
+        # Attention's residuals have no name on GPU.
+        once = policy == "none" or (not gpu and (policy == "dots" or "attention_residuals" in names))
+        blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
+        padded = -(-self.depth // places) * places / self.depth
+        kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached
+        products = self.products + blocks * (padded * (1 + self._again(policy) / 3) - 1)
+        return (products + kernels) / self.target.num_devices / self.peak
+
+    def _again(self, policy: str) -> float:
+        """Returns the share of blocks' products that are computed again."""
+        if policy in ("none", "dots"):
+            return 0.0
+        names = remat.named_in(policy)["save"] + remat.named_in(policy)["offload"]
+        return 1 - sum(map(self._part, {*names, "mlp_out"}))  # no backward pass reads a block's output
+
+    def _part(self, name: str) -> float:
+        return self.made[name] / self.in_blocks
+
+    def _offloaded(self, policy: str) -> float:
+        """Returns the elements that blocks send to the host, per element of the residual stream."""
+        wide = {name: self.made[name] / max(self.width, 1) ** 2 for name in _WIDE}
+        return sum(wide.get(name, self.depth) for name in remat.named_in(policy)["offload"])
+
+    def _time(self, kind: formulas.Collective, payload: float, shape: MeshShape, axis: str) -> float:
+        if shape.sizes[axis] == 1:
+            return 0.0
+        key = (axis, *shape.sizes.values(), *shape.dcn.values())
+        if key not in self.links:
+            self.links[key] = self.target.axis_link(shape, axis)
+        return formulas.ring_time(kind, payload, shape.sizes[axis], self.links[key].bytes_per_s)

@@ -1,0 +1,386 @@
+"""What a step holds on each device, by arithmetic and abstract traces: nothing is compiled or allocated.
+
+A step's peak lies in one of three moments: the loss, the backward pass of the last layer, the update.
+Each holds the state and what is alive then; `components` explains the largest. Activations are
+jax's own: one block is traced on a device's shapes, and what its remat policy keeps is read off its
+vjp. What only a compiler knows (padding, fragmentation, order) is left out, and nothing is fitted.
+
+That values live so long was read from the buffer assignments of libtpu 0.0.42.1 and of XLA for CUDA
+(jax 0.10.2, option xla_dump_to).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import optimizers, precision, recipe, remat
+from jaxdist.models.staged import Context, shared_fields
+from jaxdist.planner.targets import Target
+from jaxdist.recipe import RunConfig
+from jaxdist.sharding import Rules, axes_in
+from jaxdist.training.state import ModelSpec
+
+Components = dict[str, int]
+HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
+SHORT = 64  # tokens of a trace: one block of the reference attention
+LANES = 128  # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all of them
+
+MEANING = {
+    "parameters": "as stored; mesh.fsdp and mesh.tensor share them out (mesh.zero=3)",
+    "optimizer state": "as mesh.zero >= 1 shares it out",
+    "moving average": "train.ema_decay, float32",
+    "model state": "of the model, not trained",
+    "batch": "this device's rows",
+    "gradients": "float32, as mesh.zero >= 2 shares them out; twice with batch.accumulation > 1",
+    "unreduced gradients": "float32, not yet summed over devices: the head's until the layers are done",
+    "weights as computed": "the layers' shards in the compute dtype, cast once a step",
+    "gathered weights": "of one layer, or of the head, from all shards",
+    "logits": "model.loss_chunk tokens of them, and their gradient",
+    "working set": "one layer's forward values that remat computes again, and two gradients",
+    "pipeline slots": "inputs of live microbatches, as pipeline.schedule needs them",
+    HOST: "activations that remat.policy offloads",
+}  # what `saved: NAME` is: NAME of all layers, as remat.policy says
+
+
+def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device) -> Components:
+    """Returns bytes per device at the step's peak, by component, the largest first.
+
+    Args:
+      spec: of the model with flat blocks, as `recipe.validate_on` returns it.
+      target: the device or target whose compiler's habits count.
+    """
+    found = moments(run, spec, rules, target)
+    peak = max(found.values(), key=accounted_peak)
+    return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
+
+
+def accounted_peak(components: Mapping[str, int]) -> int:
+    """Returns the bytes on the device that the components sum to."""
+    return sum(size for name, size in components.items() if name != HOST)
+
+
+def moments(
+    run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device
+) -> dict[str, Components]:
+    """Returns the components alive in the loss, in the backward pass and in the update."""
+    step = _Step(run, spec, rules, {"cuda": "gpu", "rocm": "gpu"}.get(target.platform, target.platform))
+    return {"loss": step.in_loss(), "backward": step.in_backward(), "update": step.in_update()}
+
+
+class _Step:
+    """The sizes of a run's step on one device."""
+
+    def __init__(self, run: RunConfig, spec: ModelSpec, rules: Rules, platform: str):
+        self.run, self.rules, self.platform = run, rules, platform
+        self.cut = recipe.staging(run, spec, rules.shape)
+        self.spec = self.cut.staged_spec(spec) if self.cut else spec
+        self.parameters = self.spec.named_parameters()
+        self.compute = jnp.dtype(run.precision.compute).itemsize
+        self.stored = jnp.dtype(run.precision.params).itemsize
+        parts = run.batch.accumulation * recipe.num_microbatches(run, rules.shape)
+        sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
+        self.policy = run.remat.policy if self.cut is None else self.cut.remat
+        inner = "full" if self.policy == "layers" else self.policy
+        self.block = trace_block(run, spec, rules, inner, platform)
+        self.tokens = sequences * (run.batch.sequence_length // rules.shape.sizes["context"])
+        self.times = self.tokens // self.block.tokens
+        self.x = self.times * self.block.x
+        self.x_kept = self.x // (rules.shape.sizes["tensor"] if rules.sequence_parallel else 1)
+        self.state = self._state()
+
+    # --- moments --------------------------------------------------------------------------------
+
+    def in_update(self) -> Components:
+        """State and gradients; new values take the place of old ones, leaf by leaf."""
+        return self.state | {"gradients": self._sum(self.rules.gradient, 4)}
+
+    def in_loss(self) -> Components:
+        """A chunk of logits, their gradients, and the head, on top of what the layers kept."""
+        chunk = min(self.run.model.get("loss_chunk") or self.tokens, self.tokens)
+        vocabulary = self._head(vocabulary=True)
+        return self._around_backward() | {
+            "gathered weights": self._head() * self.compute + self._gathered_once(),
+            "logits": chunk * vocabulary * (4 + self.compute),  # float32, and their gradient
+            "working set": 2 * self.x,  # the last output and its gradient
+        }
+
+    def in_backward(self) -> Components:
+        """The last layer's backward pass, when nothing that layers kept is free yet.
+
+        Its weights are gathered and its forward values there again. The first weight's gradient,
+        whole until it is reduced over devices, takes the place of a forward value. GPU reduces a
+        layer's gradients together: all of them are there when half of the forward values are gone.
+        The head's is reduced after the layers.
+        """
+        block, found = self.block, self._around_backward()
+        gathered = self._gathered_once() or sum(block.weights) * self.compute
+        work = self.times * block.working
+        unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
+        if self.platform == "tpu":
+            work += self.times * block.logsumexps * LANES * 4
+        elif gathered + work < 4 * sum(block.weights) + work // 2:  # a little later there is more
+            gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
+        layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
+        if self.cut:
+            found["unreduced gradients"] = 0  # a tick reduces the head's for itself
+            layer_gradients //= self.cut.config.chunks
+            if self.policy == "layers":
+                work += self.cut.dims[2] * self.x_kept  # a chunk's inputs, taken from their slots
+            else:
+                work += self.cut.dims[2] * self.times * sum(size for _, size in block.kept)
+        return found | {
+            "gradients": found["gradients"] + layer_gradients,
+            "gathered weights": gathered,
+            "unreduced gradients": found["unreduced gradients"] + unreduced,
+            "working set": work,
+        }
+
+    def _around_backward(self) -> Components:
+        """What is alive from the loss to the end of the backward pass."""
+        several = self.run.batch.accumulation > 1 or self.cut
+        cast = self.compute != self.stored
+        return self.state | self._kept() | {
+            "gradients": self._sum(self.rules.gradient, 4) if several else 0,  # of earlier parts
+            "unreduced gradients": 4 * self._head(),
+            # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
+            "weights as computed": self._sum(self.rules.stored, self.compute, "blocks") if cast else 0,
+        }  # fmt: skip
+
+    def _kept(self) -> Components:
+        """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
+        if self.cut:
+            program = self.cut.program()
+            depth = self.cut.dims[2] if self.policy == "layers" else 1
+            slots = (program.num_inputs + 1) * depth + program.num_gradients + 1
+            return {"pipeline slots": slots * self.x_kept}
+        depth = jax.tree.leaves(self.spec.trainable["blocks"])[0].shape[0] if self.block.kept else 0
+        offloaded = remat.named_in(self.policy)["offload"]
+        found: Components = {}
+        for name, size in self.block.kept:
+            size *= depth * self.times
+            if name == remat.INPUT and self.rules.sequence_parallel:
+                size //= self.rules.shape.sizes["tensor"]
+            key = HOST if name in offloaded else f"saved: {name}"
+            found[key] = found.get(key, 0) + size
+        return found
+
+    # --- parameters and state -------------------------------------------------------------------
+
+    def _state(self) -> Components:
+        """What is there before, in and after the step; the batch goes with it."""
+        run, tree = self.run, self.spec.trainable
+        stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), tree)
+        transform = optimizers.build_optimizer(run.optimizer, lambda _: jnp.float32(1), tree, self.spec.names)
+        moments = jax.eval_shape(transform.init, stored)
+        rows = [self.rules.state(names, x.shape) for x, names in self.parameters.values()]
+        specs = optimizers.state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
+        places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+        pairs = zip(jax.tree.leaves(moments), places, strict=True)
+        batch = recipe.text_batch(run, run.batch.global_size)
+        return {
+            "parameters": self._sum(self.rules.stored, self.stored),
+            "optimizer state": sum(self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs),
+            "moving average": self._sum(self.rules.state, 4) if run.train.ema_decay else 0,
+            "model state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.spec.model_state)),
+            "batch": sum(x.size * x.dtype.itemsize for x in batch.values()) // self.rules.shape.batch_shards,
+        }
+
+    def _sum(self, rule, itemsize: int, of: str = "") -> int:
+        """Returns the bytes of all parameters whose path starts so, laid out by a rule."""
+        parts = (
+            self._elements(x.shape, rule(names, x.shape))
+            for path, (x, names) in self.parameters.items() if path.startswith(of)
+        )  # fmt: skip
+        return itemsize * sum(parts)
+
+    def _elements(self, dims: Sequence[int], where: P) -> int:
+        return math.prod(_local(dims, where, self.rules))
+
+    def _head(self, *, vocabulary: bool = False) -> int:
+        """Returns the elements of the output head, gathered from fsdp; or of its vocabulary alone."""
+        tables = [(x.shape, names) for x, names in self.parameters.values() if "vocab" in names]
+        if not tables:
+            return 0
+        dims, names = tables[-1]  # with tied embeddings there is one
+        local = _local(dims, self.rules.computed(names, dims), self.rules)
+        return local[names.index("vocab")] if vocabulary else math.prod(local)
+
+    def _gathered_once(self) -> int:
+        once = self.cut is not None and self.cut.config.gather_once
+        return self._sum(self.rules.computed, self.compute, "blocks") if once else 0
+
+
+def _local(dims: Sequence[int], where: P, rules: Rules) -> tuple[int, ...]:
+    """Returns a device's part of an array's dims."""
+    parts = [math.prod(rules.shape.sizes[axis] for axis in axes_in(entry)) for entry in where]
+    parts += [1] * (len(dims) - len(parts))
+    return tuple(d // n for d, n in zip(dims, parts, strict=True))
+
+
+# --- one block ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes of one block on one device; bytes if not said otherwise. All but weights are per `tokens`."""
+
+    tokens: int = 1
+    x: int = 0  # what flows from block to block
+    kept: tuple[tuple[str, int], ...] = ()  # (name, size) of what the remat policy keeps
+    working: int = 0  # alive in its backward pass: forward values not kept, and two gradients
+    largest: int = 0  # of the forward values that a backward pass reads
+    logsumexps: int = 0  # elements of attention's logsumexp
+    weights: tuple[int, ...] = ()  # elements of each weight as computed with
+
+
+_traced: dict[str, Block] = {}
+
+
+def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str) -> Block:
+    """Returns one block as a device computes it; zeros for a model without blocks. Kept by content."""
+    if "blocks" not in spec.trainable or not hasattr(run.model_class, "embed"):
+        return Block()
+    sizes, length = rules.shape.sizes, run.batch.sequence_length // rules.shape.sizes["context"]
+    length = length if length % SHORT else SHORT  # all of it grows with the tokens
+    known = (sorted(run.model.items()), sizes["tensor"], sizes["expert"], length, policy, platform)
+    key = repr((*known, run.precision.compute, run.data.packing))
+    if key not in _traced:
+        _traced[key] = _trace(run, spec, rules, length, policy, platform)
+    return _traced[key]
+
+
+def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str) -> Block:
+    named = {path: v for path, v in spec.named_parameters().items() if path.startswith("blocks/")}
+    whole = [x.shape[1:] for x, _ in named.values()]
+    local = [_local(x.shape[1:], rules.computed(n, x.shape[1:]), rules) for x, n in named.values()]
+    try:
+        forward, residuals = _jaxprs(run, spec, local, length, policy)
+    except (TypeError, ValueError):  # the block reads sizes elsewhere than off its weights
+        forward, residuals = _jaxprs(run, spec, whole, length, policy)
+    x, lanes = forward.invars[len(named)], LANES if platform == "tpu" else 1
+    kept = list(_kept(residuals, len(named), lanes))
+    if platform == "gpu" and policy != "none":  # cuDNN's residuals have no names
+        kept = [(name, size) for name, size in kept if name != "attention_residuals"]
+    needed = _needed(forward, x, lanes)
+    largest = max(needed, default=0)
+    again = list(needed)
+    for _, size in kept:
+        if size in again:
+            again.remove(size)
+    heads = [d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n]
+    return Block(
+        length, _bytes(x), tuple(kept), sum(again) + _bytes(x) + largest, largest,
+        length * (heads[0] if heads else 0), tuple(math.prod(d) for d in local),
+    )  # fmt: skip
+
+
+def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
+    """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp keeps."""
+    leaves = [jax.ShapeDtypeStruct((1, *d), jnp.float32) for d in dims]
+    blocks = jax.tree.unflatten(jax.tree.structure(spec.trainable["blocks"]), leaves)
+    model = spec.assemble(spec.trainable | {"blocks": blocks}, spec.model_state)
+    graph, stacked = nnx.split(model.blocks)
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, *(length for _ in x.shape[1:])), x.dtype)
+        for name, x in recipe.text_batch(run, 1).items()
+    }
+
+    def block(parameters, x, fields):
+        key = jax.random.key(0) if run.model.get("dropout") else None
+        return nnx.merge(graph, parameters)(x, Context(key, jnp.int32(0), fields))[0]
+
+    def residuals(parameters, x, fields):
+        kept = remat.rematerialised(block, policy)
+        return jax.tree.leaves(jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1])
+
+    with precision.computing_in(run.precision.compute):
+        fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
+        x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
+        return tuple(jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals))
+
+
+def _zeros(model):
+    """Returns an abstract model with arrays in it, for use under a trace."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
+
+
+def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
+    """Yields (name, bytes) of a vjp's residuals but parameters and fields; x is input `position`."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+
+    def origin(v, *more: str):
+        while v in made and made[v].primitive.name in (*_SAME, *more):
+            v = made[v].invars[0]
+        return v
+
+    names = {jaxpr.invars[position]: (remat.INPUT, jaxpr.invars[position])}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            for source in origin(eqn.invars[0]), origin(eqn.invars[0], "add"):  # with and without bias
+                names.setdefault(source, (eqn.params["name"], eqn.outvars[0]))
+    for out in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
+        if out in made or out is jaxpr.invars[position]:
+            name, array = names.get(origin(out), ("other", out))  # TPU has it in the shape that is named
+            same = (array.aval.size, array.aval.dtype) == (out.aval.size, out.aval.dtype)
+            yield name, _bytes(array if same else out, lanes)
+
+
+_SAME = (
+    "name", "reshape", "reduce_precision", "convert_element_type", "squeeze", "copy", "device_put",
+    "optimization_barrier",
+)  # fmt: skip
+_CURVED = ("tanh", "logistic", "exp", "log", "erf", "rsqrt", "sqrt", "max", "integer_pow", "square", "pow")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "pallas_call", "ragged_dot", "ragged_dot_general")
+
+
+def _needed(jaxpr, x, lanes: int) -> list[int]:
+    """Returns the bytes of each forward value that a block's backward pass reads as an array.
+
+    Those are operands of products (and kernels), and results of products that go into one by way of
+    something curved: XLA computes what is element-wise between them again, inside the readers. A
+    linear image of the same size (rotated queries) stands for its source.
+    """
+    sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
+    needed: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        given = [v for v in eqn.invars if not hasattr(v, "val") and v in sources]
+        if not _any(eqn, _PRODUCTS):
+            roots = frozenset().union(*(sources[v][0] for v in given))
+            several = eqn.primitive.name in ("mul", "div") and len(given) > 1
+            curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in given)
+            sources |= {out: (roots, curved) for out in eqn.outvars if roots}
+            continue
+        for v in given:
+            roots, curved = sources[v]
+            (root, *more) = roots
+            if more or curved or _bytes(root) != _bytes(v):
+                needed[v] = _bytes(v, lanes)
+            needed |= {root: _bytes(root, lanes) for root in roots}
+        sources |= {out: (frozenset([out]), False) for out in eqn.outvars}
+    needed.pop(x, None)  # kept, or its predecessor's
+    return list(needed.values())
+
+
+def _any(eqn, primitives: Sequence[str]) -> bool:
+    """Returns whether an equation is one of the primitives or holds one."""
+    inner = (getattr(value, "jaxpr", value) for value in eqn.params.values())
+    return eqn.primitive.name in primitives or any(
+        _any(e, primitives) for jaxpr in inner for e in getattr(jaxpr, "eqns", ())
+    )
+
+
+def _bytes(v, lanes: int = 1) -> int:
+    """Returns the bytes of a value whose rows are padded to so many elements (but for single ones)."""
+    row = v.aval.shape[-1] if v.aval.ndim else 1
+    padded = lanes if 1 < row < lanes else row
+    return v.aval.size // max(row, 1) * padded * v.aval.dtype.itemsize

@@ -1,0 +1,151 @@
+"""Rules of thumb for a layout, as teaching texts give them: shown beside the search's winner, never a limit.
+
+On GPUs the five steps: does it fit, tensor parallelism inside NVLink, stages of at least four layers, enough
+microbatches, and data parallelism with the rest; its table is experience, not arithmetic. On TPUs one rule
+from the roofline, because ICI joins a whole slice: shard over all of it while each device has the tokens to
+hide the gathers. Nothing here was measured by us.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.planner import formulas
+from jaxdist.planner.targets import Target
+
+# Billions of parameters up to which a row holds, GPUs in a tensor group, stages, and the usual GPU count.
+TABLE: tuple[tuple[float, int, int, str], ...] = (
+    (7, 1, 1, "8 to 64"),
+    (13, 8, 1, ""),
+    (70, 8, 4, ""),
+    (175, 8, 8, ""),
+    (1000, 8, 16, "1,000 to 4,000"),
+)
+FOR_STATE = 0.6  # of a device's memory that state may take: activations and workspace need the rest
+MIN_LAYERS = 4  # of a stage: fewer leave nothing to balance
+LADDER = (  # what to reach for next when it does not fit, each with the policy and ZeRO stage it means
+    ("data parallelism in float32", "float32", 0),
+    ("+ bfloat16 and rematerialisation", "bfloat16", 0),
+    ("+ ZeRO 1", "bfloat16", 1),
+    ("+ ZeRO 2", "bfloat16", 2),
+    ("+ ZeRO 3", "bfloat16", 3),
+)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A layout by rule, with what each step said."""
+
+    pipeline: int
+    data: int
+    fsdp: int
+    tensor: int
+    zero: int
+    microbatches: int
+    reasons: tuple[str, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The layout as on a command line."""
+        sizes = {axis: getattr(self, axis) for axis in ("pipeline", "data", "fsdp", "tensor", "zero")}
+        extra = (f"pipeline.microbatches={self.microbatches}",) if self.pipeline > 1 else ()
+        return (*(f"mesh.{name}={size}" for name, size in sizes.items()), *extra)
+
+
+def devices_needed(num_parameters: float, memory_bytes: float) -> int:
+    """Returns the fewest devices that hold bfloat16 weights and gradients with Adam, 12 bytes a parameter."""
+    return math.ceil(formulas.state_bytes(num_parameters, formulas.POLICIES["bfloat16"]) / memory_bytes)
+
+
+def next_strategy(num_parameters: float, target: Target) -> str:
+    """Returns the first rung of the ladder on which one device's state fits.
+
+    Above it come tensor and then pipeline parallelism: not for state, which ZeRO 3 has already divided by all
+    devices, but for activations, and for layers too large to gather.
+    """
+    for name, policy, zero in LADDER:
+        if _fits(num_parameters, target, policy, target.num_devices, zero):
+            return name
+    return "+ tensor inside NVLink, + pipeline across nodes, or more devices"
+
+
+def rule_of_thumb(
+    num_parameters: float, target: Target, num_layers: int, tokens_per_device: float | None = None
+) -> Suggestion:
+    """Returns the layout that the rules give, for models of the transformer kind.
+
+    `tokens_per_device` of one step decides on TPU whether gathering weights can hide behind compute.
+    """
+    if target.platform == "tpu":
+        return _torus(target, tokens_per_device)
+    return _five_steps(num_parameters, target, num_layers)
+
+
+def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Suggestion:
+    total = target.num_devices
+    billions = num_parameters / 1e9
+    row = next((row for row in TABLE if billions <= row[0]), TABLE[-1])
+    state = formulas.state_bytes(num_parameters, formulas.POLICIES["bfloat16"])
+    held = f", {target.chip.capacity_bytes / 1e9:.0f} GB a device" if target.chip else ""
+    say = [f"fit: {state / 1e9:.0f} GB of state at 12 bytes{held}"]
+
+    node = target.shape[1] if target.platform == "gpu" else total
+    tensor = max(n for n in _divisors(node) if n <= row[1])
+    say.append(f"tensor {tensor}: the table has {row[1]}, a node {node} devices")
+
+    most = max(1, min(row[2], num_layers // MIN_LAYERS))
+    pipeline = max(p for p in _divisors(total // tensor) if p <= most)
+    say.append(f"pipeline {pipeline}: the table has {row[2]}; {num_layers / pipeline:.3g} layers a stage")
+
+    microbatches = max(1, 4 * (pipeline - 1))
+    if pipeline > 1:
+        bubble = bubble_fraction(pipeline, microbatches)
+        under = formulas.microbatches_for_bubble(pipeline, 0.1)
+        say.append(
+            f"microbatches {microbatches}: 4 (p - 1) leave a bubble of {bubble:.0%}, 10 % needs {under}"
+        )
+
+    rest = total // tensor // pipeline
+    share = num_parameters / (tensor * pipeline)
+    zero = next((z for z in range(4) if _fits(share, target, "float32", rest, z)), 3) if rest > 1 else 3
+    what = ("nothing", "optimizer state", "gradients, too", "weights, too")[zero]
+    say.append(f"data {rest}: the rest; ZeRO {zero} shards {what}" if rest > 1 else "data 1: nothing is left")
+    if not _fits(share, target, "float32", rest, zero):
+        needed = devices_needed(num_parameters, FOR_STATE * _memory(target))
+        say.append(f"does not fit: at 12 bytes a parameter it takes {needed} devices")
+    sharded = rest if zero else 1
+    return Suggestion(pipeline, rest // sharded, sharded, tensor, zero, microbatches, tuple(say))
+
+
+def _torus(target: Target, tokens_per_device: float | None) -> Suggestion:
+    assert target.chip is not None
+    inside = target.num_devices // target.num_slices
+    say = [f"fsdp {inside}: the whole slice, ICI reaches all of it; ZeRO 3"]
+    tensor = 1
+    peak, link = target.chip.peak("bfloat16"), target.group_link(range(inside))
+    if peak and math.isfinite(link.bytes_per_s):
+        # A layer's products take 2 tokens x parameters / peak, gathering it 2 parameters / bandwidth.
+        needed = peak / link.bytes_per_s
+        say.append(f"gathers hide behind compute from {needed:.0f} tokens a device on (peak / ICI)")
+        while tokens_per_device and tokens_per_device * tensor < needed and tensor < 8 and inside > tensor:
+            tensor *= 2
+        if tensor > 1:
+            say.append(f"tensor {tensor}: {tokens_per_device:.0f} tokens are fewer, weights stay split")
+    if target.num_slices > 1:
+        say.append(f"data {target.num_slices}: one replica a slice, only gradients cross DCN")
+    return Suggestion(1, target.num_slices, inside // tensor, tensor, 3, 1, tuple(say))
+
+
+def _fits(num_parameters: float, target: Target, policy: str, shards: int, zero: int) -> bool:
+    state = formulas.state_bytes(num_parameters, formulas.POLICIES[policy], shards=shards, zero=zero)
+    return state <= FOR_STATE * _memory(target)
+
+
+def _memory(target: Target) -> float:
+    return target.chip.capacity_bytes if target.chip else math.inf
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

@@ -1,0 +1,354 @@
+"""The best layout of a run on a target: every legal one by arithmetic, the promising ones by the compiler.
+
+Arithmetic orders the layouts and rules out what cannot fit; what is called the best was compiled.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxdist.planner import layouts, rules
+from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
+from jaxdist.planner.targets import Target
+from jaxdist.recipe import RunConfig
+from jaxdist.telemetry.units import time_text
+from jaxdist.training.state import ModelSpec
+
+TIE = 0.10  # estimates that differ by less do not rank two meshes,
+SURE = 0.02  # but they do rank variants of one, which share their errors
+ALIKE = 2  # finalists on the mesh axes of the fastest so far, at most; on other axes one
+ENOUGH = 24  # of each set of axes that fit, by arithmetic
+ROOM = 0.8  # of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on H100
+WORTH = 1.5  # times the fastest that fits: what arithmetic says is slower is not looked at further
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A candidate and its plan."""
+
+    layout: Candidate
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """What it is ranked by: the estimated step, or its busiest link if that takes longer.
+
+        The estimate of a TPU step takes asynchronous communication for hidden.
+        """
+        if self.plan.time.step_s is None:
+            return self.layout.estimate.step_s
+        busy: dict[str, float] = {}
+        for one in self.plan.collectives:
+            name = one.link.name if one.link else ""
+            busy[name] = busy.get(name, 0.0) + one.step_s
+        return max(self.plan.time.step_s, *busy.values(), 0.0)
+
+    def why(self, best: Compiled) -> str:
+        """Returns why it is not the best."""
+        plan = self.plan
+        if plan.fits is None or not best.plan.fits:
+            return plan.exit_reason.partition("\n")[0]
+        if not plan.fits:
+            over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
+            return f"does not fit: {over / _GIB:.2f} GiB too much"
+        if self is best:
+            return "the best"
+        ratio = self.seconds / best.seconds
+        text = f"x {ratio:.2f}"
+        if plan.time.waterfall and best.plan.time.waterfall:
+            more = {name: s - best.plan.time.waterfall[name] for name, s in plan.time.waterfall.items()}
+            name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
+            text += f": {'-' if more[name] < 0 else '+'}{time_text(abs(more[name]))} {name}"
+        if ratio > 1 + TIE or (ratio > 1 + SURE and self.layout.shape == best.layout.shape):
+            return text
+        simpler = self.layout.complexity > best.layout.complexity
+        return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What was found: compiled layouts, the best first, and why the others are not among them."""
+
+    run: RunConfig
+    target: Target
+    compiled: Sequence[Compiled]
+    others: Sequence[tuple[Candidate, str]]  # the most promising that were not compiled, and why
+    counts: Mapping[str, int]  # candidates, by what became of them
+    illegal: Mapping[str, int]  # reason -> meshes
+    rule: Mapping[str, Any]  # the rule of thumb's layout, its reasons and how it compares
+    stopped: str  # why no more were compiled
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def winner(self) -> Plan | None:
+        """The best plan: compiled, and it fits; None if none does."""
+        return next((one.plan for one in self.compiled if one.plan.fits), None)
+
+    @property
+    def exit_code(self) -> int:
+        if self.winner:
+            return FITS
+        return DOES_NOT_FIT if any(one.plan.fits is False for one in self.compiled) else CANNOT_TELL
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.winner
+        return {
+            "target": self.target.text, "exit_code": self.exit_code, "winner": best and best.to_json(),
+            "overrides": self.compiled[0].layout.overrides(self.run) if best else [],
+            "ranking": [self._row(one.layout, one) for one in self.compiled],
+            "not_compiled": [self._row(one) | {"why": why} for one, why in self.others],
+            "counts": self.counts, "illegal": self.illegal, "rule_of_thumb": self.rule,
+            "stopped": self.stopped, "seconds": self.seconds, "cpu_seconds": self.cpu_seconds,
+        }  # fmt: skip
+
+    def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
+        guess = {
+            "step_s": one.estimate.step_s,
+            "bound_s": one.estimate.bound_s,
+            "peak_bytes": one.accounted_bytes,
+        }
+        guess |= asdict(one.estimate)
+        row = {"layout": one.text, "overrides": one.overrides(self.run), "arithmetic": guess}
+        if compiled is None:
+            return row
+        plan, found = compiled.plan, compiled.plan.time
+        return row | {
+            "fits": plan.fits, "step_s": compiled.seconds, "why": compiled.why(self.compiled[0]),
+            "band_s": found.band_s, "waterfall": found.waterfall, "mfu_causal": found.mfu_causal,
+            "tokens_per_s_per_chip": found.tokens_per_s_per_chip, "peak_bytes": plan.peak_bytes,
+            "capacity_bytes": plan.capacity_bytes,
+            "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
+        }  # fmt: skip
+
+    def text(self, base: str = "--config NAME", width: int = 140) -> str:
+        """Returns the ranking as a person reads it, without colour."""
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        show(self.to_json(), console, base)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def search(
+    run: RunConfig,
+    target: Target,
+    *,
+    options: CompileOptions | None = None,
+    finalists: int = 5,
+    minutes: float = 18.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Ranking:
+    """Returns the run's layouts on a target, ranked.
+
+    Args:
+      finalists: compiles at most, and one more for the rule of thumb's layout.
+      minutes: of wall time; no compile begins that would probably end after them.
+
+    Raises:
+      ConfigError: no layout is legal.
+      MissingExtra: the target's compiler is not installed.
+    """
+    began, cpu = time.monotonic(), _cpu_seconds()
+    meshes, illegal, spec = layouts.legal_meshes(run, target)
+    found = list(layouts.candidates(run, target, meshes, spec))
+    fitting, counts = _fitting(found, target, spec)
+    say("; ".join(f"{n} {name}" for name, n in counts.items()))
+    hunt = _Hunt(target, options or CompileOptions(), began + 60 * minutes, say)
+    stopped = hunt.compile_best(fitting, finalists)
+    tokens = run.batch.global_size * run.batch.sequence_length / target.num_devices
+    depth = max(layouts.depth_of(spec), rules.MIN_LAYERS)
+    rule = rules.rule_of_thumb(spec.parameter_count, target, depth, tokens)
+    ruled = [one for one in fitting if _as_rule(one, rule)]
+    if ruled and hunt.has_time() and not any(_as_rule(one.layout, rule) for one in hunt.done):
+        hunt.compile(ruled[0])
+    ranked = _ranked(hunt.done)
+    tried = {id(one.layout) for one in ranked}
+    others = [(one, _left_out(one, ranked)) for one in fitting if id(one) not in tried]
+    compared = _compared(rule, found, fitting, ranked)
+    used = time.monotonic() - began, _cpu_seconds() - cpu
+    return Ranking(run, target, ranked, others[: 2 * finalists], counts, illegal, compared, stopped, *used)
+
+
+def _cpu_seconds() -> float:
+    """Returns the CPU seconds of this process and of its children that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return math.fsum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _fitting(found: Sequence[Candidate], target: Target, spec: ModelSpec) -> tuple[list[Candidate], dict]:
+    """Returns the candidates that fit by arithmetic, the fastest first, and counts.
+
+    If none does: the two that come nearest.
+    """
+    most, fitting = capacity(target) or math.inf, list[Candidate]()
+    if target.platform == "gpu" and target.chip:
+        most = min(most, ROOM * target.chip.hbm_bytes)
+    larger = late = passed = 0
+    kinds = Counter[tuple[str, ...]]()
+    possible = sorted((one for one in found if one.state_bytes <= most), key=_promise)
+    for place, one in enumerate(possible):
+        if fitting and one.estimate.step_s > WORTH * fitting[0].estimate.step_s:
+            late = len(possible) - place
+            break
+        if kinds[one.axes] == ENOUGH:
+            passed += 1
+            continue
+        one = layouts.accounted(one, target, spec)
+        kinds[one.axes] += one.accounted_bytes <= most
+        larger += one.accounted_bytes > most
+        fitting += [one] * (one.accounted_bytes <= most)
+    counts = {
+        "layouts": len(found), "with too much state": len(found) - len(possible),
+        "with too many activations": larger, f"slower than {WORTH} x the fastest": late,
+        f"behind {ENOUGH} on the same axes": passed, "fit": len(fitting),
+    }  # fmt: skip
+    if not fitting:
+        least = min(one.state_bytes for one in found)
+        near = (layouts.accounted(one, target, spec) for one in found if one.state_bytes <= 1.1 * least)
+        fitting = sorted(near, key=attrgetter("accounted_bytes"))[:2]
+    return fitting, counts
+
+
+def _promise(one: Candidate) -> tuple:
+    return one.estimate.step_s, one.complexity, one.state_bytes
+
+
+class _Hunt:
+    """Compiles candidates until time, number or hope is used up."""
+
+    def __init__(self, target: Target, options: CompileOptions, ends: float, say: Callable[[str], None]):
+        self.target, self.options, self.ends, self.say = target, options, ends, say
+        self.done: list[Compiled] = []
+        self.longest = 0.0
+
+    def has_time(self) -> bool:
+        return time.monotonic() + self.longest < self.ends
+
+    def compile_best(self, fitting: Sequence[Candidate], finalists: int) -> str:
+        """Compiles the most promising candidates, few of a kind; returns why it stopped."""
+        while len(self.done) < finalists:
+            tried, fits = [one.layout for one in self.done], [one for one in self.done if one.plan.fits]
+            fastest = min((one.seconds for one in fits), default=math.inf)
+            # What a policy really costs shows on the best layout that has it.
+            slowest_first = sorted(fits, key=lambda one: -one.seconds / one.layout.estimate.step_s)
+            cost = {
+                one.layout.run.remat.policy: one.seconds / one.layout.estimate.step_s for one in slowest_first
+            }
+            usual = min(cost.values(), default=1.0)
+            kinds = Counter(one.layout.axes for one in fits)
+            refused = (one.layout.accounted_bytes for one in self.done if one.plan.fits is False)
+            most = min(refused, default=math.inf)
+            leader = min(fits, key=attrgetter("seconds")).layout.axes if fits else None
+            hopeful = [
+                one for one in fitting
+                if one not in tried and one.estimate.bound_s < fastest and one.accounted_bytes < most
+            ]  # fmt: skip
+            fresh = [one for one in hopeful if kinds[one.axes] < (ALIKE if one.axes == leader else 1)]
+            if not fresh:
+                return "each set of axes was tried" if hopeful else "nothing else can be faster"
+            if not self.has_time():
+                return "the time was up"
+            self.compile(min(fresh, key=lambda c: cost.get(c.run.remat.policy, usual) * c.estimate.step_s))
+        return f"{finalists} were compiled"
+
+    def compile(self, one: Candidate) -> None:
+        began = time.monotonic()
+        self.say(f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}")
+        cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
+        plan = make_plan(one.run, self.target, options=replace(self.options, timeout_s=cap))
+        self.longest = max(self.longest, time.monotonic() - began)
+        self.done.append(Compiled(one, plan))
+        self.say(f"  {plan.exit_reason}; {time_text(self.done[-1].seconds)}")
+
+
+def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
+    """Returns the winner, what fits by time, what does not by size, then what nobody can tell.
+
+    Among ties the one with least to set wins; among its like the fastest, or the smallest of equals.
+    """
+    fits = sorted((one for one in done if one.plan.fits), key=lambda one: one.seconds)
+    rest = sorted(
+        (one for one in done if not one.plan.fits),
+        key=lambda one: (one.plan.fits is None, one.plan.peak_bytes or 0),
+    )
+    if fits:
+        ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
+        least = min(one.layout.complexity for one in ties)
+        simple = [one for one in ties if one.layout.complexity == least]
+        equal = [one for one in simple if one.seconds <= (1 + SURE) * simple[0].seconds]
+        best = min(equal, key=lambda one: one.plan.peak_bytes or 0)
+        fits = [best, *(one for one in fits if one is not best)]
+    return [*fits, *rest]
+
+
+def _left_out(one: Candidate, ranked: Sequence[Compiled]) -> str:
+    fits = [other.seconds for other in ranked if other.plan.fits]
+    if fits and one.estimate.bound_s >= min(fits):
+        return "cannot be faster"
+    alike = sum(other.layout.axes == one.axes for other in ranked)
+    return f"{alike} on these axes were compiled" if alike >= ALIKE else "less promising"
+
+
+def _as_rule(one: Candidate, rule: rules.Suggestion) -> bool:
+    same = all(
+        one.shape.sizes[axis] == getattr(rule, axis) for axis in ("pipeline", "data", "fsdp", "tensor")
+    )
+    return same and (rule.fsdp == 1 or one.run.mesh.zero == rule.zero)
+
+
+def _compared(rule: rules.Suggestion, found, fitting, ranked: Sequence[Compiled]) -> dict[str, Any]:
+    """Returns the rule of thumb's layout and how it compares with the best."""
+    said = {"overrides": list(rule.overrides), "reasons": list(rule.reasons)}
+    for place, one in enumerate(ranked):
+        if _as_rule(one.layout, rule):
+            return said | {"verdict": f"with {one.layout.text}: {one.why(ranked[0])}", "place": place + 1}
+    alike = [one for one in fitting if _as_rule(one, rule)] or [one for one in found if _as_rule(one, rule)]
+    if not alike:
+        return said | {"verdict": "not legal for this run", "place": None}
+    one = min(alike, key=_promise)
+    verdict = f"not compiled; by arithmetic {time_text(one.estimate.step_s)}"
+    verdict += f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best" if ranked else ""
+    return said | {"verdict": f"{verdict}, {one.state_bytes / _GIB:.1f} GiB of state", "place": None}
+
+
+def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
+    """Prints a ranking's JSON; `base` is what was searched: the config and its overrides."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why"):
+        table.add_column(name.lstrip(">"), justify="right" if name[:1] == ">" else "left")
+    for place, row in enumerate([*found["ranking"], *found["not_compiled"][:5]], 1):
+        compiled, guess = "fits" in row, row["arithmetic"]
+        table.add_row(
+            str(place) if compiled else "-", row["layout"], time_text(row["step_s"]) if compiled else "",
+            f"{(row['peak_bytes'] or 0) / _GIB:.1f}" if compiled else "", time_text(guess["step_s"]),
+            f"{guess['peak_bytes'] / _GIB:.1f}", Text(row["why"]), style="" if compiled else "dim",
+        )  # fmt: skip
+    console.print(table, highlight=False)
+    rule, lines = found["rule_of_thumb"], ["; ".join(f"{n} {name}" for name, n in found["counts"].items())]
+    lines += [f"compiled until {found['stopped']}"]
+    lines += [f"not legal, {n} meshes: {reason}" for reason, n in found["illegal"].items()]
+    lines += [f"rule of thumb: {' '.join(rule['overrides'])}: {rule['verdict']}"]
+    lines += [f"  {reason}" for reason in rule["reasons"]]
+    lines += [
+        " ".join(["python -m jaxdist.train", base, *(f"--config.{word}" for word in found["overrides"])])
+    ]
+    if not found["winner"]:
+        lines[-1] = (
+            "CANNOT TELL" if found["exit_code"] == CANNOT_TELL else "NO LAYOUT FITS; the first is nearest"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

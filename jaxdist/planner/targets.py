@@ -1,0 +1,255 @@
+"""Hardware a plan is made for: `v5p:4x4x4`, `v6e:16x16x2`, `h100:4x8`, `cpu:8`, and its links.
+
+A TPU target is family:chips along each ICI dim, and one number more for several slices; a GPU target is
+family:hosts x GPUs of each. Slices come from the table of `hardware`, because the compiler also makes ones
+that do not exist. Importing and parsing need no jax; `devices` belongs in a child process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxdist import extras, hardware
+from jaxdist.config import ConfigError
+from jaxdist.planner import placement
+from jaxdist.planner.gpu_descriptions import gpu_description
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxdist.mesh import MeshShape
+
+_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
+
+# Seconds until a message's first byte. ICI: per hop, "How to Scale Your Model"; NVLink, PCIe, InfiniBand: a
+# step of NCCL's ring (tuning.cc, Simple protocol); for DCN nothing is published and InfiniBand's stands in.
+_LATENCY_S = {"ICI": 1e-6, "NVLink": 3.4e-6, "PCIe": 5.7e-6, "InfiniBand": 14e-6, "DCN": 14e-6}
+_DIE_TO_DIE = 6  # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation, TPU7x
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the members of a group talk over."""
+
+    name: str  # ICI, DCN, NVLink, InfiniBand, PCIe; memory: one device, or a CPU
+    bytes_per_s: float  # that each device can send while all members do; inf: not modelled
+    latency_s: float
+
+
+_FREE = Link("memory", math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices to plan for, with the links between them."""
+
+    text: str  # canonical, such as v5p:4x4x4
+    platform: hardware.Platform
+    chip: hardware.Chip | None  # None on CPU
+    num_devices: int  # of JAX
+    num_chips: int
+    num_slices: int  # groups of chips joined by ICI; 1 on GPU and CPU
+    hosts: int
+    shape: tuple[int, ...]  # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
+    wrap: tuple[bool, ...]  # whether each ICI dim is a ring
+
+    def axis_link(self, mesh_shape: MeshShape, axis: str) -> Link:
+        """Returns the link of a mesh axis, or of several as in "data+fsdp": its slowest group's."""
+        wanted = axis.split("+")
+        others = [i for i, name in enumerate(mesh_shape.sizes) if name not in wanted]
+        ids = np.moveaxis(self.arrange(mesh_shape), others, range(len(others)))
+        groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
+        return min(map(self.group_link, groups), key=lambda link: link.bytes_per_s)
+
+    def arrange(self, mesh_shape: MeshShape) -> np.ndarray:
+        """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like `build_mesh`."""
+        sizes, dcn = (tuple(part.values()) for part in (mesh_shape.sizes, mesh_shape.dcn))
+        return placement.arrange(self.machine, sizes, dcn)
+
+    @property
+    def machine(self) -> placement.Machine:
+        """What `placement` needs to know."""
+        kind = self.chip.device_kinds[0] if self.chip else "cpu"
+        per_chip = self.num_devices // self.num_chips
+        return placement.Machine(self.platform, kind, self.shape, self.num_slices, per_chip)
+
+    def group_link(self, device_ids: Sequence[int]) -> Link:
+        """Returns the link of a replica group, given by `jax.Device.id`.
+
+        Members in the same slice or node share its network: each carries its part of what crosses.
+        """
+        if self.chip is None or len(set(device_ids)) < 2:
+            return _FREE
+        if self.platform == "gpu":
+            near = Link(self.chip.link, self.chip.link_bytes_per_s, _LATENCY_S[self.chip.link])
+            places = Counter(i // self.shape[1] for i in device_ids)
+        else:
+            near = Link("ICI", self._ici_bytes_per_s(device_ids), _LATENCY_S["ICI"])
+            places = Counter(i // placement.SLICE_ID for i in device_ids)
+        if len(places) == 1:
+            return near
+        share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
+        return Link(self.chip.network, min(near.bytes_per_s, share), _LATENCY_S[self.chip.network])
+
+    def _ici_bytes_per_s(self, device_ids: Sequence[int]) -> float:
+        """Returns what a device can send inside its slice: two links for a dim with a ring, one for a line.
+
+        Members that lie `gap` apart leave room for `gap` such groups, which share the links.
+        """
+        assert self.chip is not None
+        per_chip = self.chip.devices_per_chip
+        chips = {i % placement.SLICE_ID // per_chip for i in device_ids}
+        coords = np.array([placement.coords(chip, self.shape) for chip in chips])
+        links = 0.0
+        for dim, length in enumerate(self.shape):
+            places = np.unique(coords[:, dim])
+            if len(places) > 1:
+                gap = int(np.diff(places).min())
+                links += (2 if self.wrap[dim] and len(places) * gap == length else 1) / gap
+        return (links / per_chip or _DIE_TO_DIE) * self.chip.link_bytes_per_s
+
+
+# --- Parsing -------------------------------------------------------------------------------------
+
+
+def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
+    """Returns the target of a text; `here`: this machine's devices, for the target of that name.
+
+    Raises:
+      ConfigError: no such hardware; its one line lists what is legal.
+    """
+    family, _, sizes = text.strip().lower().partition(":")
+    if family == "here" and len(here):
+        return parse(_describe(here))
+    family = _ALIASES.get(family, family)
+    shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
+    if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096:
+        return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
+    chip = hardware.FAMILIES.get(family)
+    if chip is None:
+        near = difflib.get_close_matches(family, hardware.FAMILIES, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--on={text}: must be {legal_targets()}.{hint}")
+    target = _tpu(chip, shape) if chip.torus_dims else _gpu(chip, shape)
+    if target is None:
+        raise ConfigError(f"--on={text}: {family} must be {legal_shapes(chip)}")
+    return target
+
+
+def legal_targets() -> str:
+    """Returns the forms of a target on one line."""
+    tpus = "|".join(f for f, chip in hardware.FAMILIES.items() if chip.torus_dims)
+    gpus = "|".join(f for f, chip in hardware.FAMILIES.items() if not chip.torus_dims)
+    tpus += ":TOPOLOGY[xSLICES] such as v5p:4x4x4 or v6e:16x16x2"
+    return f"{tpus}, {gpus}:HOSTSxGPUS such as h100:4x8, cpu:N, or here"
+
+
+def legal_shapes(chip: hardware.Chip) -> str:
+    """Returns the shapes that exist of a chip on one line."""
+    if not chip.torus_dims:
+        return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each host, such as 4x8"
+    shapes = ", ".join(map(_by, chip.slices))
+    if most := chip.max_slice_chips:
+        shapes += f", or ascending multiples of 4 (4x4x4, 4x4x8, 4x8x8 ...) of at most {most} chips"
+    return f"{shapes}; one number more is the number of slices"
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
+    rank = chip.torus_dims
+    slices = shape[rank] if len(shape) == rank + 1 else 1
+    shape = shape[:rank] if len(shape) == rank + 1 else shape
+    if slices < 1 or not chip.legal_slice(shape):
+        return None
+    # "How to Think About TPUs", and MaxText's map of topologies: a slice of whole 4x4x4 cubes has a ring
+    # along every dim, a 2D slice along a dim that spans the pod's 16 chips.
+    cubes = all(n % 4 == 0 for n in shape)
+    return Target(
+        text=f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else ""),
+        platform="tpu",
+        chip=chip,
+        num_devices=math.prod(shape) * slices * chip.devices_per_chip,
+        num_chips=math.prod(shape) * slices,
+        num_slices=slices,
+        hosts=slices * -(-math.prod(shape) // chip.chips_per_host),
+        shape=shape,
+        wrap=(cubes,) * 3 if rank == 3 else tuple(n == 16 for n in shape),
+    )
+
+
+def _gpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
+    if len(shape) < 2:  # `h100` is one GPU, `h100:8` one host
+        shape = (1, *shape) if shape else (1, 1)
+    if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= chip.chips_per_host:
+        return None
+    n = math.prod(shape)
+    return Target(f"{chip.family}:{_by(shape)}", "gpu", chip, n, n, 1, shape[0], shape, (False, False))
+
+
+def _describe(devices: Sequence[jax.Device]) -> str:
+    """Returns the target text of real devices."""
+    if devices[0].platform == "cpu":
+        return f"cpu:{len(devices)}"
+    kind = devices[0].device_kind
+    chip = hardware.chip_for(kind)
+    if chip is None or not chip.family:
+        raise ConfigError(f"--on=here: nothing is known of compiling for {kind}; use {legal_targets()}")
+    if not chip.torus_dims:
+        hosts = len({device.process_index for device in devices})
+        return f"{chip.family}:{hosts}x{len(devices) // hosts}"
+    coords = np.array([device.coords for device in devices])
+    shape = sorted(coords.max(0) - coords.min(0) + 1)[3 - chip.torus_dims :]
+    if chip.torus_dims == 3 and shape == [1, 2, 2]:
+        shape.reverse()  # the one slice that is not written in ascending order
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
+
+
+def devices(target: Target) -> list[jax.Device]:
+    """Returns the target's devices, which compile but cannot run; on CPU, real ones.
+
+    JAX_PLATFORMS=cpu must be set before jax is imported: else the CUDA plugin looks for a GPU.
+
+    Raises:
+      MissingExtra: the platform's compiler is not installed.
+    """
+    import jax  # not at the top: see there
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        return jax.devices("cpu")[: target.num_devices]
+    if target.platform == "tpu":
+        extras.require("libtpu")
+    elif importlib.util.find_spec("jax_cuda13_plugin") is None:
+        extras.require("jax_cuda12_plugin")
+    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
+    return list(topologies.get_topology_desc(platform=platform, **topology_options(target)).devices)
+
+
+def topology_options(target: Target) -> dict[str, Any]:
+    """Returns what a compiler is told of the target."""
+    if target.chip is None:
+        return {}
+    if target.platform == "tpu":
+        options: dict[str, Any] = {"topology_name": f"{target.chip.family}:{_by(target.shape)}"}
+        options["wrap"] = (*target.wrap, False)[:3]
+        if target.num_slices > 1:
+            options["num_slices"] = target.num_slices
+        if target.chip.family == "v4":
+            options["chip_config_name"] = "megacore"  # else two devices per chip
+        if math.prod(target.shape) == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        return options
+    layout = f"1x{_by(target.shape)}"  # partitions x hosts x GPUs
+    return {"topology": layout, "target_config": gpu_description(target.chip)}

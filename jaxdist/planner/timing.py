@@ -1,0 +1,331 @@
+"""How long a step takes, read from its compiled program: a band, its parts, and how far to trust it.
+
+TPU: the compiler's own cycles x loop trips / clock, kernels that it cannot see into by their FLOPs. GPU: a
+roofline of every instruction, from datasheet peaks and what single operations reach of them. Nothing is
+fitted to published runs; they say how good the estimate is (`sure`). Not modelled: input, host transfers,
+stragglers, contention.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from jaxdist import stages
+from jaxdist.planner.communication import Collective
+from jaxdist.planner.targets import Target
+from jaxdist.recipe import RunConfig
+from jaxdist.sharding import Rules
+from jaxdist.telemetry import hlo
+from jaxdist.telemetry.flops import hlo_flops, instruction_flops
+from jaxdist.training.state import ModelSpec
+from jaxdist.workdir import model_flops
+
+WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
+
+# Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are half filled by
+# heads of 128.
+_ATTENTION, _ATTENTION_NARROW, _WIDE_UNITS = 0.5, 0.25, ("v6e", "tpu7x")
+
+
+def attention_share(target: Target, head_dim: int) -> float:
+    """Returns the share of peak that attention kernels reach."""
+    wide = target.chip is not None and target.chip.family in _WIDE_UNITS
+    return _ATTENTION_NARROW if wide and head_dim < 256 else _ATTENTION
+
+
+# What a GPU reaches of its datasheet, (matrix products, memory). On H100 products of bfloat16 reach 783
+# TFLOP/s at 4096^3 and 632 at 2048^3, of 989 (OpenXLA, xla/service/gpu/model/matmul_interpolator_data.h);
+# the shares of memory bandwidth are assumed.
+_GPU_BEST, _GPU_WORST = (0.79, 0.92), (0.64, 0.75)
+
+# FLOPs of a kernel, in forward ones: those are 2 products of S x S x head; dq takes 3, dk and dv 4, all
+# three in one kernel 5.
+_KERNEL_COST = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "backward": 2.5}
+
+_POINTS = "compute and attention alone, of the largest peer's programs, against their published steps"
+_SURE = {
+    "v5e": f"{_POINTS} on v5e: +5, +21 and +1 %; rather too slow than too fast",
+    "v5p": f"{_POINTS} on v5p: +2, -8, +2 and -8 %; with all communication in the open up to +31 %",
+    "v6e": f"{_POINTS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
+    "v4": f"{_POINTS} on v4: -12 and -20 %; the step will rather be slower than this band",
+    "tpu7x": "no published step was compared on this chip, and its clock is a guess",
+    "gpu": "a roofline, compared with no published step; launches and autotuning are not modelled",
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Calls of one attention kernel."""
+
+    name: str  # of the instruction
+    role: str  # of _KERNEL_COST; backward: dq, dk and dv in one
+    count: int  # a step
+    flops: float  # of one call on one device, causal
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Time:
+    """The estimate of a step, in seconds; None where there is nothing to go by (CPU)."""
+
+    sure: str  # how good such estimates were
+    step_s: float | None = None  # compute, attention and exposed communication
+    low_s: float | None = None  # compute and attention
+    high_s: float | None = None  # and all communication in the open
+    mfu_causal: float | None = None  # None too where no peak is published for the dtype
+    mfu_full: float | None = None
+    hfu: float | None = None  # what is computed again counts as work
+    tokens_per_s: float | None = None
+    tokens_per_s_per_chip: float | None = None
+    waterfall: Mapping[str, float] | None = None  # parts of step_s
+    hidden_s: float = 0.0  # asynchronous communication that its compute covers
+    uncovered_s: float = 0.0  # and that it does not; on TPU in high_s only, see `estimate_program`
+    notes: tuple[str, ...] = ()  # what was left out
+
+    @property
+    def band_s(self) -> tuple[float, float] | None:
+        """The band to print."""
+        if self.low_s is None or self.high_s is None:
+            return None
+        return self.low_s * (1 - WIDENED), self.high_s * (1 + WIDENED)
+
+    def days(self, tokens: float) -> float | None:
+        """Returns how long training on so many tokens takes, without pauses."""
+        return tokens / self.tokens_per_s / 86400 if self.tokens_per_s else None
+
+    def tokens_per_money(self, price_per_chip_hour: float) -> float | None:
+        """Returns tokens for one unit of the money that a chip's hour is priced in."""
+        rate = self.tokens_per_s_per_chip
+        return rate * 3600 / price_per_chip_hour if rate and price_per_chip_hour > 0 else None
+
+
+def estimate(
+    run: RunConfig,
+    spec: ModelSpec,
+    rules: Rules,
+    target: Target,
+    module: hlo.Module,
+    found: Sequence[Collective],
+) -> Time:
+    """Returns the time of a run's compiled step; see `estimate_program`."""
+    outlook = stages.outlook(run, spec, rules)
+    return estimate_program(
+        module,
+        found,
+        target,
+        tokens=run.batch.global_size * run.batch.sequence_length,
+        flops_per_token=model_flops(run, spec),
+        compute=run.precision.compute,
+        bubble=outlook.simulation.bubble if outlook else 0.0,
+    )
+
+
+def estimate_program(
+    module: hlo.Module,
+    found: Sequence[Collective],
+    target: Target,
+    *,
+    tokens: float,
+    flops_per_token: Mapping[str, float],
+    compute: str = "bfloat16",
+    bubble: float = 0.0,
+) -> Time:
+    """Returns the time of a scheduled program.
+
+    Exposed are synchronous collectives; on GPU, where all are asynchronous, what compute cannot cover.
+
+    Args:
+      found: the program's collectives, with links.
+      tokens: of a step, all devices together.
+      flops_per_token: model FLOPs by convention, "causal" and "full".
+      compute: dtype of matrix products.
+      bubble: share of a pipeline's time without useful work. Its ticks are loops of the program, so it is
+        a part of the time, not added to it.
+    """
+    rated = target.chip.peak(compute) if target.chip else None
+    # TPU matrix units round float32 to bfloat16.
+    peak = rated or (target.chip.peak("bfloat16") if target.chip else None)
+    if peak is None:
+        return Time(f"unknown: no speed is published of {target.text}")
+    kernels, gpu = attention_kernels(module), target.platform == "gpu"
+    ranges = (_GPU_BEST, _GPU_WORST) if gpu else ((1.0, 1.0),)
+    costs = [_Costs(module, target, peak, kernels, reached) for reached in ranges]
+    if not costs[0].compute_s:
+        return Time("unknown: this compiler says nothing of its cycles")
+    attention, middle = costs[0].attention_s, sum(cost.compute_s for cost in costs) / len(costs)
+    sync = math.fsum(one.step_s for one in found if not one.asynchronous)
+    wire = math.fsum(one.step_s for one in found if one.asynchronous)
+    hidden = _hidden(costs[0], found)
+    exposed = sync + (wire - hidden if gpu else 0.0)
+    step = middle + attention + exposed
+    executed = hlo_flops(module).total + sum(kernel.count * kernel.flops for kernel in kernels)
+    model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
+    again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
+    return Time(
+        sure=_sure(target),
+        step_s=step,
+        low_s=costs[0].compute_s + attention,
+        high_s=costs[-1].compute_s + attention + sync + wire,
+        mfu_causal=rated and model["causal"] / step / rated,
+        mfu_full=rated and model["full"] / step / rated,
+        hfu=rated and executed / step / rated,
+        tokens_per_s=tokens / step,
+        tokens_per_s_per_chip=tokens / step / target.num_chips,
+        waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
+        hidden_s=hidden,
+        uncovered_s=wire - hidden,
+        notes=tuple(_notes(module, kernels, found)),
+    )
+
+
+def _waterfall(compute: float, attention: float, bubble: float, again: float) -> dict[str, float]:
+    """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
+    work = (1 - bubble) * (1 - again)
+    return {
+        "compute": compute * work,
+        "attention": attention * work,
+        "recompute": (compute + attention) * (1 - bubble) * again,
+        "bubble": (compute + attention) * bubble,
+    }
+
+
+def _sure(target: Target) -> str:
+    family = target.chip.family if target.chip and target.platform == "tpu" else "gpu"
+    between = "; nothing was compared between slices" if target.num_slices > 1 else ""
+    return _SURE.get(family, _SURE["tpu7x"]) + between
+
+
+_WINDOWED = 8  # permutes in loops, pipelines apart; fewer are edges that neighbours exchange
+
+
+def _notes(module: hlo.Module, kernels: Sequence[Kernel], found: Sequence[Collective]) -> Iterator[str]:
+    permutes = [o for o in found if o.kind == "collective-permute" and o.in_loop and o.axis != "pipeline"]
+    if len(permutes) >= _WINDOWED:
+        yield "matrix products are windowed, for which the compiler counts far too many cycles"
+    runs = module.runs()
+    if loops := sorted({run.loops[-1] for run in runs if not run.certain}):
+        yield f"loops of unknown length were counted once: {', '.join(loops)}"
+    called = [s for run in runs for s in module.computations[run.computation].values() if _KERNEL in s.text]
+    if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
+        yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+def attention_kernels(module: hlo.Module) -> list[Kernel]:
+    """Returns the attention kernels that a program calls: splash and flash on TPU, cuDNN's on GPU."""
+    kernels = []
+    for run in module.runs():
+        steps = module.computations[run.computation]
+        for step in steps.values():
+            if not (role := _role(step)):
+                continue
+            types = [part for name in step.operands for part in steps[name].types]
+            arrays = [dims for dtype, dims in types if len(dims) >= 3 and dtype[0] in "bf"]
+            if len(arrays) < 2:  # another kernel inside attention
+                continue
+            query, key, *_ = arrays
+            length = key[-3] if "__cudnn$" in step.text else key[-2]  # [B, S, H, N], others [B, H, S, N]
+            forward = 2 * 2 * math.prod(query) * length / 2  # two products, half of the square
+            kernels.append(Kernel(step.name, role, run.times, forward, query[-1]))
+    split = any(kernel.role == "dq" for kernel in kernels)
+    costs = _KERNEL_COST if split else _KERNEL_COST | {"dkv": _KERNEL_COST["backward"]}
+    return [replace(kernel, flops=kernel.flops * costs[kernel.role]) for kernel in kernels]
+
+
+def _role(step: hlo.Instruction) -> str:
+    """Returns what an attention kernel does, "" for other instructions."""
+    if "__cudnn$fmha" in step.text:
+        return "backward" if step.value("custom_call_target").endswith("Backward") else "forward"
+    if _KERNEL not in step.text or not re.search("splash|flash|attention", f"{step.name} {step.op_name}"):
+        return ""
+    roles = {"dkv": "dkv", "dq": "dq", "bwd": "backward", "backward": "backward"}
+    return next((role for mark, role in roles.items() if mark in step.name), "forward")
+
+
+def forwards_per_backward(kernels: Sequence[Kernel]) -> float:
+    """Returns how often attention's forward kernel runs for each backward; 1 without attention."""
+    counts = {role: sum(k.count for k in kernels if k.role == role) for role in _KERNEL_COST}
+    backward = counts["dkv"] + counts["backward"]
+    return counts["forward"] / backward if backward else 1.0
+
+
+# --- every other instruction ----------------------------------------------------------------------
+
+_SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
+_WORKS = (
+    "fusion", "dot", "convolution", "custom-call", "copy", "transpose", "reduce", "sort", "scatter", "gather",
+    "concatenate", "dynamic-slice", "dynamic-update-slice", "convert", "broadcast", "select", "add",
+)  # fmt: skip
+
+
+class _Costs:
+    """Seconds of a program's instructions: the compiler's cycles, or a roofline where it gives none."""
+
+    def __init__(
+        self, module: hlo.Module, target: Target, peak: float, kernels, reached: tuple[float, float]
+    ):
+        assert target.chip is not None
+        self.module, self.clock_hz = module, target.chip.clock_hz
+        self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
+        self.kernels = {k.name: k.flops / peak / attention_share(target, k.head_dim) for k in kernels}
+        self.attention_s = math.fsum(kernel.count * self.kernels[kernel.name] for kernel in kernels)
+        runs = ((run.times, module.computations[run.computation]) for run in module.runs())
+        self.compute_s = math.fsum(n * self._own(steps, s) for n, steps in runs for s in steps.values())
+
+    def seconds(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
+        """Returns the seconds of an instruction with all it runs."""
+        if step.opcode not in ("while", "conditional", "call"):
+            return self.kernels.get(step.name) or self._own(inside, step)
+        trips = (self.module.trip_count(step) or 1) if step.opcode == "while" else 1
+        bodies = [self.module.computations[n] for n in step.called("body", "to_apply", *hlo.BRANCHES)]
+        return trips * max(math.fsum(self.seconds(steps, s) for s in steps.values()) for steps in bodies)
+
+    def _own(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
+        if self.clock_hz:
+            return step.cycles / self.clock_hz
+        if step.opcode not in _WORKS or step.name in self.kernels:
+            return 0.0
+        fused = step.called("calls")[0] if step.opcode == "fusion" else ""
+        flops = hlo_flops(self.module, fused) if fused else instruction_flops(inside, step)
+        traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
+        return max(flops.total / self.flops_per_s, traffic / self.bytes_per_s)
+
+    def _traffic(self, inside, step: hlo.Instruction, fused: Mapping[str, hlo.Instruction]) -> int:
+        """Returns the bytes that an instruction reads and writes; of stacked arrays only their slice."""
+        reads = [hlo.num_bytes(inside[name].types) for name in step.operands]
+        writes = hlo.num_bytes(step.types)
+        for inner in fused.values():
+            uses = [user for user in fused.values() if inner.name in user.operands]
+            cuts = uses and all(u.opcode in _SLICES and u.operands[0] == inner.name for u in uses)
+            if inner.opcode == "parameter" and cuts:
+                kept = [use for use in uses if use.opcode != "dynamic-update-slice"]
+                reads[inner.parameter_number] = sum(hlo.num_bytes(use.types) for use in kept)
+            elif inner.opcode == "dynamic-update-slice":  # written in place
+                writes -= hlo.num_bytes(inner.types) - hlo.num_bytes(fused[inner.operands[1]].types)
+        return max(writes, 0) + sum(reads)
+
+
+def _hidden(costs: _Costs, found: Sequence[Collective]) -> float:
+    """Returns the seconds a step of asynchronous communication that fit between start and done.
+
+    One at a time on a link, in the order of the schedule; waiting delays nothing after it.
+    """
+    total = 0.0
+    pending = sorted((one for one in found if one.asynchronous), key=lambda one: one.begins)
+    for name in dict.fromkeys(one.computation for one in pending):
+        inside = costs.module.computations[name]
+        clock = [0.0, *accumulate(costs.seconds(inside, step) for step in inside.values())]
+        free: dict[str, float] = {}
+        for one in (one for one in pending if one.computation == name):
+            link = one.link.name if one.link else ""
+            free[link] = max(clock[one.begins + 1], free.get(link, 0.0)) + one.wire_s
+            total += one.count * max(0.0, one.wire_s - max(0.0, free[link] - clock[one.ends]))
+    return total

@@ -1,0 +1,150 @@
+"""The child of `compiler`: `python -m jaxdist.planner.worker FOLDER` compiles one step, keeps it, ends.
+
+FOLDER holds config.json and request.json; it gets `stage`, and last of all result.json. No array is
+ever made: the step is traced from shapes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist import recipe, workdir
+from jaxdist.config import ConfigError
+from jaxdist.mesh import build_mesh
+from jaxdist.planner import targets
+from jaxdist.planner.compiler import read_entry, read_log, versions
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# 0.12 puts "E1000: CompileTimeHbmOom:" before it.
+_OOM = re.compile(r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)", re.S)
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+_HOST_SIZES = ("argument", "output", "alias", "temp")
+
+
+def main(folder: Path) -> None:
+    """Does the work of FOLDER/request.json."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        result = _work(folder, request)
+    except ConfigError as error:
+        result = {"faults": list(error.faults)}
+    except Exception as error:
+        traceback.print_exc()
+        text = next(iter(str(error).splitlines()), "")
+        result = {"error": f"{type(error).__name__}: {text[:500]}"}
+    workdir.write_json(folder / "result.json", result)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when nobody waits for it any more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns where the result is kept, new or from before."""
+    _say(folder, "tracing")
+    run = workdir.read_config(folder)
+    target = targets.parse(request["target"])
+    devices = targets.devices(target)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default", UserWarning)
+        mesh, lowered = lower(run, devices, request["platform"])
+    notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
+    mesh_ids = [device.id for device in mesh.devices.flat]
+    # This file says how results are read, so entries from before it was changed are not found.
+    content = [Path(__file__).read_text(), target.text, targets.topology_options(target), mesh_ids]
+    content += [sorted(request["flags"].items()), os.environ["XLA_FLAGS"], versions()]
+    key = hashlib.sha256(json.dumps(content).encode() + lowered.as_text().encode())
+    path = Path(request["cache"]) / f"{key.hexdigest()[:32]}.json.gz"
+    cached = read_entry(path) is not None
+    if not cached:
+        _say(folder, f"compiling for {request['target']}")
+        entry = {"mesh_ids": mesh_ids, "versions": versions()} | compile_lowered(
+            lowered, request["flags"], request["platform"]
+        )
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(gzip.compress(json.dumps(entry | {"log": read_log(folder)}).encode(), 4))
+        os.replace(part, path)  # another plan may write the same
+    return {"entry": str(path), "cached": cached, "notes": notes}
+
+
+def lower(run: recipe.RunConfig, devices: Any, platform: str) -> tuple[jax.sharding.Mesh, Any]:
+    """Returns the mesh over these devices and the run's step lowered for it, made from shapes."""
+    shape, rules, spec = recipe.validate(run, devices, with_data=False)
+    mesh = build_mesh(run.mesh, devices)
+    built = recipe.build_step(run, spec, mesh, rules)
+    batch = recipe.text_batch(run, run.batch.global_size)
+    where = built.batch_shardings(batch)
+    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()}
+    traced = built.step.trace(built.abstract_state, batch)
+    return mesh, traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+
+
+def compile_lowered(lowered: Any, flags: dict[str, Any], platform: str) -> dict[str, Any]:
+    """Returns sizes, program and times of a lowered step; of one that does not fit, two sizes."""
+    began, refused = (time.monotonic(), time.process_time()), []
+    while True:
+        try:
+            taken = {name: value for name, value in flags.items() if name not in refused}
+            compiled = lowered.compile(compiler_options=taken)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if found := _OOM.search(str(error)):
+                needed, capacity = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+                return {"does_not_fit": [needed, capacity]}
+            more = [name for name in taken if _refuses(str(error), name)]
+            if not more:
+                raise
+            refused += more
+    seconds = {"seconds": time.monotonic() - began[0], "cpu_seconds": time.process_time() - began[1]}
+    return (
+        seconds | {"refused": refused, "hlo": _text(compiled)} | _sizes(compiled.memory_analysis(), platform)
+    )
+
+
+def _refuses(message: str, flag: str) -> bool:
+    """Returns whether the compiler's error is that it does not take a flag (here, or at all)."""
+    fusion = "Continuation fusion" in message and "async_collective_fusion" in flag
+    return f"option: '{flag}'" in message or fusion
+
+
+def _sizes(found: Any, platform: str) -> dict[str, int]:
+    sizes = {f"{name}_bytes": getattr(found, f"{name}_size_in_bytes") for name in _SIZES}
+    sizes |= {f"host_{name}_bytes": getattr(found, f"host_{name}_size_in_bytes") for name in _HOST_SIZES}
+    # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below them is right: they
+    # do not all live at once.
+    bound = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
+    peak = getattr(found, "peak_memory_in_bytes", 0)
+    return sizes | {"peak_bytes": bound if platform == "cpu" else peak or bound}
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:  # jax and libtpu that do not belong together
+        traceback.print_exc()
+        return ""
+
+
+def _say(folder: Path, stage: str) -> None:
+    (folder / "stage").write_text(stage)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Advice: legal edits that save what they say, and say what they cost."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxdist import config as configs
+from jaxdist import recipe
+from jaxdist.planner import advice, memory, targets
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def advised(name: str, on: str, *, capacity: int | None = None, **changes):
+    config = configs.load(name, folders=[CONFIGS])
+    with config.ignore_type():
+        config.update_from_flattened_dict(changes)
+    run, target = recipe.from_config(config), targets.parse(on)
+    _, rules, spec = recipe.validate_on(run, target.num_devices, with_data=False)
+    components = memory.components(run, spec, rules, target)
+    found = advice.edits(run, spec, rules, target, components, capacity_bytes=capacity)
+    return run, target, components, found
+
+
+def typed(run, override: str):
+    """Returns the run with the override as the command line parses it."""
+    config = configs.to_config_dict(run)
+    words = dict(word.split("=", 1) for word in override.split())
+    configs.apply_overrides(config, words, recipe.full_schema(run.model["target"]))
+    return recipe.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return advised("llama3_8b", "v5e:4x4", capacity=int(15.75 * 2**30))
+
+
+def test_a_run_too_large_gets_at_least_three_edits(large):
+    run, target, components, found = large
+    assert memory.accounted_peak(components) > 15.75 * 2**30
+    assert len([edit for edit in found if edit.override]) >= 3
+    assert any(edit.override and edit.enough for edit in found)
+    for edit in filter(lambda e: e.override, found):
+        edited = typed(run, edit.override)
+        _, rules, spec = recipe.validate_on(edited, target.num_devices, with_data=False)
+        smaller = memory.accounted_peak(memory.components(edited, spec, rules, target))
+        assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
+        assert edit.enough == (smaller <= advice.SURE * 15.75 * 2**30)
+
+
+def test_an_edit_that_changes_the_losses_says_so(large):
+    run, _, _, found = large
+    changing = [e for e in found if e.override and recipe.run_fingerprint(typed(run, e.override))
+                != recipe.run_fingerprint(run)]  # fmt: skip
+    assert changing and changing == [e for e in found if "CHANGES THE LOSSES" in e.cost_note]
+    same = [e for e in found if e not in changing]
+    assert same and all("same losses" in edit.cost_note for edit in same)
+
+
+def test_the_cheapest_come_first(large):
+    words = [edit.words for edit in large[3][1:]]  # the first joins several
+    assert words[0].startswith("--config.batch.accumulation=") and words[-1] == "--on v5e:4x8"
+    assert large[3][0].words.count("--config.") > 1
+
+
+def test_copies_are_shared_out_first():
+    found = advised("llama3_8b", "v5p:4x4x4", **{"mesh.data": 8, "mesh.fsdp": 8})[3]
+    assert found[0].words == "--config.mesh.data=1 --config.mesh.fsdp=-1"
+    assert found[0].enough is None  # nobody said how much there is
+
+
+def test_weaker_remat_and_pipelines_have_their_own_edits():
+    def words(**changes) -> str:
+        return " ".join(edit.words for edit in advised("llama3_8b:tiny", "v5e:2x4", **changes)[3])
+
+    found = words(**{"remat.policy": "none", "mesh.fsdp": 8})
+    assert "remat.policy=dots" in found and "remat.policy=full" in found
+    large = {"mesh.pipeline": 2, "mesh.fsdp": 4, "pipeline.remat": "none", "batch.global_size": 256}
+    found = words(**large)
+    assert "pipeline.microbatches=" in found and "batch.accumulation" not in found
+    assert "pipeline.remat=full" in found and "remat.policy=dots" not in found
+
+
+def test_check_compiles_in_order_until_one_fits(large):
+    run, _, _, found = large
+    asked = []
+
+    def compile(edited):
+        asked.append(edited)
+        return 14 * 2**30 if len(asked) == 2 else None
+
+    two = [dataclasses.replace(edit, enough=True) for edit in found]
+    checked = advice.check(run, two, compile)
+    assert [edit.checked for edit in checked][:3] == [False, True, None]
+    assert checked[1].peak_bytes == 14 * 2**30 and len(asked) == 2

@@ -1,0 +1,160 @@
+"""The planner's formulas against worked numbers that teaching texts and papers print; rules of thumb."""
+
+import pytest
+from goldens import rule
+
+from jaxdist import hardware
+from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.planner import formulas, rules, targets
+
+GB, MB = 1e9, 1e6
+BF16, FP32 = formulas.POLICIES["bfloat16"], formulas.POLICIES["float32"]
+
+
+@pytest.mark.parametrize(
+    "policy, total",
+    [("bfloat16", 12), ("float32 gradients", 14), ("float32", 16), ("mixed", 16), ("megatron", 18)],
+)
+def test_bytes_per_parameter_are_explained(policy, total):
+    chosen = formulas.POLICIES[policy]
+    assert chosen.total == total and chosen.why.startswith(f"{total}: ")
+
+
+@pytest.mark.parametrize(
+    "billions, policy, gigabytes",
+    [
+        (7, "bfloat16", 84),
+        (13, "bfloat16", 156),
+        (70, "bfloat16", 840),
+        (405, "bfloat16", 4860),
+        (65, "float32 gradients", 910),
+        (7, "float32", 28 + 56 + 28),
+        (70, "mixed", 1120),  # a checkpoint of "1.1 TB"
+    ],
+)
+def test_state_of_whole_models(billions, policy, gigabytes):
+    bytes_ = formulas.state_bytes(billions * 1e9, formulas.POLICIES[policy])
+    assert bytes_ == pytest.approx(gigabytes * GB)
+
+
+def test_zero_shards_more_with_each_stage():
+    by_stage = [formulas.state_bytes(7e9, BF16, shards=8, zero=stage) / GB for stage in range(4)]
+    assert by_stage == [84, 35, 22.75, 10.5]
+    # The texts print ~95, 52, 38 and 16 GB with activations and buffers: what is left is 5 to 17 GB.
+    extra = [text - ours for text, ours in zip((95, 52, 38, 16), by_stage, strict=True)]
+    assert all(5 < gigabytes < 17.5 for gigabytes in extra)
+    many = [formulas.state_bytes(1, formulas.POLICIES["mixed"], shards=10**6, zero=n) for n in range(3)]
+    assert [many[0] / part for part in many[1:]] == pytest.approx([4, 8], rel=1e-3)
+
+
+def test_what_fits():
+    assert formulas.largest_model(80 * GB, BF16) / 1e9 == pytest.approx(6.7, abs=0.1)  # "6 to 7 billion"
+    assert formulas.largest_model(24 * GB, FP32) == 1.5e9
+    assert 20e9 < formulas.largest_model(40 * GB, FP32, shards=8) * 1.01  # "20 billion on a node of A100"
+    assert 70e9 * formulas.BYTES["float16"] == 140 * GB and formulas.BYTES["int4"] == 0.5
+
+
+def test_activations():
+    assert formulas.residual_bytes(1, 2048, 4096, 32) == 2 * 2048 * 4096 * 32 * 2
+    per_element = formulas.saved_bytes(1, 1, 1, 4, 1)
+    assert per_element == 34  # Korthikanti et al. 2022 have 34 without attention's scores
+    assert formulas.saved_bytes(8, 64, 32, 128, 4, tensor=2) == 34 * 8 * 64 * 32 * 4 / 2
+    assert formulas.logits_bytes(1, 8192, 128_256) == pytest.approx(4.2 * GB, rel=0.01)
+
+
+def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
+    assert formulas.ring_time("all-reduce", 8 * GB, 8, 10 * GB) == pytest.approx(2 * 7 / 8 * 0.8)
+    small, large = (formulas.ring_time("all-reduce", GB, n, GB) for n in (64, 1024))
+    assert small == pytest.approx(large, rel=0.02) and large == pytest.approx(2, rel=0.001)
+    assert formulas.ring_time("all-reduce", 0, 1024, GB, latency_s=1e-6) == pytest.approx(2046e-6)
+    halves = formulas.wire_bytes("reduce-scatter", GB, 8) + formulas.wire_bytes("all-gather", GB, 8)
+    assert formulas.wire_bytes("all-reduce", GB, 8) == halves
+    assert formulas.wire_bytes("collective-permute", GB, 4) == GB
+    assert formulas.wire_bytes("all-reduce", GB, 1) == formulas.wire_bytes("collective-permute", GB, 1) == 0
+
+
+def test_data_parallel_volume():
+    volume = formulas.data_parallel_bytes(175e9, 1024)
+    assert volume == pytest.approx(1.4e12, rel=0.002)
+    assert volume / (25 * GB) == pytest.approx(55, rel=0.03)  # seconds
+
+
+def test_tensor_parallel_volume():
+    assert formulas.pipeline_bytes(4, 2048, 8192) == pytest.approx(134 * MB, rel=0.002)  # one all-reduce
+    payload = formulas.tensor_parallel_payload(4, 2048, 8192, 96)
+    assert payload == pytest.approx(51.5 * GB, rel=0.002)
+    h100 = hardware.FAMILIES["h100"]
+    assert payload / h100.link_bytes_per_s == pytest.approx(0.11, rel=0.05)
+    # 16-way tensor parallelism leaves the node: 128 layers of two 500 MB all-reduces, over 50 GB/s.
+    assert 128 * 2 * 500 * MB / h100.network_bytes_per_s == pytest.approx(2.6, rel=0.02)
+
+
+def test_pipeline_volume_and_bubble():
+    assert formulas.pipeline_bytes(1, 2048, 8192) == pytest.approx(33.5 * MB, rel=0.002)
+    bubbles = {(4, 1): 0.75, (4, 5): 0.375, (4, 30): 0.091, (4, 12): 0.2, (8, 28): 0.2, (8, 112): 0.06}
+    for (stages, microbatches), bubble in bubbles.items():
+        assert bubble_fraction(stages, microbatches) == pytest.approx(bubble, abs=0.0015)
+    assert [formulas.microbatches_for_bubble(p, 0.1) for p in (4, 8)] == [27, 63]  # 9 (p - 1)
+    assert [formulas.microbatches_for_bubble(p, 0.2) for p in (4, 8)] == [12, 28]  # 4 (p - 1)
+    assert formulas.microbatches_for_bubble(1, 0.1) == 1
+
+
+def test_fsdp_volume():
+    layer = 7e9 / 32
+    assert layer * 2 == pytest.approx(438 * MB, rel=0.002)
+    moved = formulas.fsdp_layer_bytes(layer, 8)
+    assert moved == pytest.approx(383 * MB, rel=0.002)
+    nvlink, infiniband = (moved / bandwidth for bandwidth in (450 * GB, 50 * GB))
+    assert nvlink == pytest.approx(0.85e-3, rel=0.01) and infiniband == pytest.approx(7.7e-3, rel=0.01)
+    assert 64 * nvlink == pytest.approx(54e-3, rel=0.01)  # 32 layers, forward and backward
+    assert 64 * nvlink / 0.5 == pytest.approx(0.11, abs=0.002)
+    assert 64 * infiniband == pytest.approx(493e-3, rel=0.01)
+
+
+# --- Rules of thumb ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "billions, tensor, pipeline",
+    [(1, 1, 1), (7, 1, 1), (8, 8, 1), (13, 8, 1), (30, 8, 4), (70, 8, 4), (100, 8, 8), (500, 8, 16)],
+)
+def test_the_table_of_the_five_steps(billions, tensor, pipeline):
+    found = rules.rule_of_thumb(billions * 1e9, targets.parse("h100:384x8"), 128)
+    assert (found.tensor, found.pipeline) == (tensor, pipeline)
+    assert found.tensor * found.pipeline * found.data * found.fsdp == 3072
+    assert found.microbatches >= 4 * (pipeline - 1) and 128 / found.pipeline >= rules.MIN_LAYERS
+
+
+def test_worked_layouts():
+    case = rule("65b", "a100:16x8")
+    assert (case.tensor, case.pipeline, case.data * case.fsdp) == (8, 4, 4)
+    case = rule("70b", "h100:100x8")
+    assert (case.tensor, case.pipeline, case.data * case.fsdp) == (8, 4, 25)
+    case = rule("1000b", "h100:384x8")
+    assert case.tensor == 8 and case.tensor * case.pipeline * case.data * case.fsdp == 3072
+
+
+def test_tensor_stays_in_the_node_and_stages_keep_four_layers():
+    assert rules.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).tensor == 4
+    assert rules.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).pipeline == 2
+    assert "does not fit" in rule("405b", "h100:8x8").reasons[-1]
+
+
+def test_devices_needed():
+    found = [rules.devices_needed(n * 1e9, 80e9) for n in (7, 13, 70, 405)]
+    assert found == [2, 2, 11, 61]  # the texts: 1 to 2, 2 to 4, 8 to 16 (11 or more), 64 or more
+
+
+def test_the_ladder_climbs_in_order():
+    names = [name for name, _, _ in rules.LADDER]
+    h100 = targets.parse("h100:8x8")
+    climbed = [rules.next_strategy(billions * 1e9, h100) for billions in (1, 3.5, 8, 20, 70, 1000)]
+    assert climbed[:5] == names and "more devices" in climbed[5]
+
+
+def test_on_a_torus_tokens_decide():
+    assert rule("70b", "v5p:4x4x4", tokens=4096).fsdp == 64
+    few = rule("70b", "v5p:4x4x4", tokens=512)
+    assert (few.fsdp, few.tensor) == (32, 2) and "850 tokens" in few.reasons[1]
+    across = rule("70b", "v6e:16x16x2", tokens=8192)
+    assert (across.data, across.fsdp, across.tensor) == (2, 256, 1)

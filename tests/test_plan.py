@@ -1,0 +1,211 @@
+"""The plan command and its compiler child: real compiles of tiny steps for TPUs that are not here."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxdist import command_line, loop, plan, recipe, train
+from jaxdist.config import ConfigError
+from jaxdist.extras import MissingExtra
+from jaxdist.planner import compiler, targets
+from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
+from jaxdist.planner.plan import make_plan, outline
+
+needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+TINY = {
+    "model.num_layers": "2", "model.d_model": "256", "model.d_ff": "512", "model.num_heads": "2",
+    "model.num_kv_heads": "1", "model.head_dim": "128", "model.vocab_size": "2048", "mesh.data": "1",
+    "mesh.fsdp": "-1", "optimizer.name": "adamw", "batch.sequence_length": "256",
+    "precision.compute": "bfloat16",
+}  # fmt: skip
+SMALLEST = TINY | {"model.num_layers": "1", "model.d_model": "32", "model.d_ff": "32"}
+QUICKLY = (("xla_backend_optimization_level", 0),)  # LLVM's work changes nothing that is looked at
+
+
+def flags(overrides: dict[str, str]) -> list[str]:
+    return ["--config", "quickstart", *(f"--config.{name}={value}" for name, value in overrides.items())]
+
+
+def run_of(overrides: dict[str, str]) -> recipe.RunConfig:
+    return command_line.parse(argparse.ArgumentParser(add_help=False), flags(overrides))[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tpu_plan(cache):
+    return make_plan(run_of(TINY), targets.parse("v5e:2x2"), options=CompileOptions(cache=cache))
+
+
+@needs_libtpu
+def test_a_plan_holds_what_the_compiler_says(tpu_plan):
+    assert tpu_plan.fits is True and tpu_plan.exit_code == 0, tpu_plan.exit_reason
+    found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
+    batch = sum(x.size * x.dtype.itemsize for x in recipe.text_batch(tpu_plan.run, 16).values()) / devices
+    state = 12 * tpu_plan.parameters / devices
+    assert found.argument_bytes == pytest.approx(state + batch, rel=0.01)
+    assert found.alias_bytes == pytest.approx(state, rel=0.01)  # the whole state is donated
+    assert not any("donated" in warning for warning in tpu_plan.warnings)
+    assert 0 < found.temp_bytes < found.peak_bytes < tpu_plan.capacity_bytes
+    assert "tpu_custom_call" in found.hlo  # attention is the kernel, as on the chip
+    assert sorted(found.mesh_ids) == [0, 1, 2, 3]
+    assert 0 < found.child_peak_bytes < 3 * 2**30
+    assert tpu_plan.collectives and all(c.count > 0 for c in tpu_plan.collectives)
+    assert 0 < tpu_plan.time.low_s <= tpu_plan.time.step_s <= tpu_plan.time.high_s
+
+
+@needs_libtpu
+def test_json_has_the_contract(tpu_plan):
+    found = json.loads(json.dumps(tpu_plan.to_json()))
+    keys = (
+        "fits exit_reason target layout parameters memory time collectives pipeline advice versions"
+    ).split()
+    assert not set(keys) - set(found)
+    sizes = "capacity_bytes peak_bytes argument_bytes temp_bytes alias_bytes host_bytes components".split()
+    assert not set(sizes) - set(found["memory"]) and sum(found["memory"]["components"].values()) > 0
+    times = "step_s low_s high_s mfu_causal mfu_full hfu tokens_per_s_per_chip waterfall".split()
+    assert not set(times) - set(found["time"])
+    assert not set("kind axis bytes count asynchronous link".split()) - set(found["collectives"][0])
+    assert found["versions"]["jax"] == jax.__version__ and found["target"] == "v5e:2x2"
+
+
+@needs_libtpu
+def test_the_same_step_is_compiled_once(tpu_plan, cache):
+    assert not tpu_plan.compiled.cached
+    longer = dataclasses.replace(tpu_plan.run, train=dataclasses.replace(tpu_plan.run.train, log_every=3))
+    again = compile_run(longer, tpu_plan.target, CompileOptions(cache=cache))
+    assert again.cached
+    assert again.hlo == tpu_plan.compiled.hlo and again.peak_bytes == tpu_plan.compiled.peak_bytes
+
+
+@needs_libtpu
+def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
+    code = plan.main(["--config", "llama3_8b", "--on", "v5e:4x4", "--json", "--workdir", str(home / "run")])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 3 and found["fits"] is False
+    assert found["memory"]["peak_bytes"] > found["memory"]["capacity_bytes"] == 15.75 * 2**30
+    assert len(found["advice"]) >= 3 and all(edit["words"] for edit in found["advice"])
+    assert json.loads((home / "run" / "plan.json").read_text()) == found
+
+
+def test_two_plans_at_once(cache):
+    run, target = run_of(SMALLEST), targets.parse("cpu:2")
+    options = CompileOptions(cache=cache / "two", flags=(*QUICKLY, ("xla_nope", True)))
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: compile_run(run, target, options), range(2))
+    assert first.hlo == second.hlo != "" and first.mesh_ids == (0, 1)
+    for found in (first, second):  # a flag that is refused is left out, and said
+        assert any("xla_nope" in note and "refused" in note for note in found.notes)
+    (entry,) = (cache / "two").iterdir()
+    assert compiler.read_entry(entry)["hlo"] == first.hlo
+    entry.write_bytes(b"torn")
+    assert compiler.read_entry(entry) is None  # made again, then
+
+
+def test_a_child_over_its_caps_is_no_verdict(cache):
+    run, target = run_of(SMALLEST), targets.parse("cpu:2")
+    small = make_plan(run, target, options=CompileOptions(cache=cache, memory_bytes=2**20))
+    assert small.exit_code == 4 and "GiB of this machine" in small.exit_reason and small.fits is None
+    with pytest.raises(CannotTell, match=r"more than 0\.3 s"):
+        compile_run(run, target, CompileOptions(cache=cache, timeout_s=0.3))
+
+
+def test_a_child_that_dies_is_no_verdict(cache, monkeypatch):
+    program = "import os, sys; print('last words', file=sys.stderr, flush=True); os.abort()"
+    popen = compiler.subprocess.Popen
+    monkeypatch.setattr(
+        compiler.subprocess, "Popen", lambda command, **more: popen([*command[:1], "-c", program], **more)
+    )
+    found = make_plan(run_of(SMALLEST), targets.parse("cpu:2"), options=CompileOptions(cache=cache))
+    assert found.exit_code == 4
+    assert "ended by signal 6" in found.exit_reason and "last words" in found.exit_reason
+
+
+def test_a_bad_target_lists_the_legal_ones(capsys):
+    with pytest.raises(ConfigError, match="v5p"):
+        plan.main([*flags(TINY), "--on", "v9z:4"])
+    with pytest.raises(ConfigError, match="mesh.fsdp=3|needs 3 devices|mesh: fsdp 3"):
+        plan.main([*flags(TINY | {"mesh.fsdp": "3"}), "--on", "v5e:2x2"])
+
+
+@pytest.mark.parametrize("on, extra", [("v5e:2x2", "aot"), ("h100:1x8", "aot-gpu")])
+def test_a_missing_compiler_names_the_extra(on, extra, monkeypatch):
+    for module in ("jaxdist.extras.find_spec", "jaxdist.planner.compiler.find_spec"):
+        monkeypatch.setattr(module, lambda name: None)
+    with pytest.raises(MissingExtra, match=rf"jaxdist\[{extra}\]"):
+        plan.main([*flags(SMALLEST), "--on", on])
+
+
+@needs_libtpu
+def test_versions_that_do_not_belong_together_are_named(monkeypatch):
+    assert not list(compiler.check_versions("tpu"))
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.0.1" if n == "libtpu" else real(n))
+    (line,) = compiler.check_versions("tpu")
+    assert "libtpu 0.0.1" in line and "pip install" in line
+
+
+def test_flags_are_those_of_train_and_the_users_win():
+    name = "xla_tpu_enable_data_parallel_all_reduce_opt"
+    plain = compiler_flags("tpu", CompileOptions(), {})
+    assert plain[name] is True and plain[compiler.WINDOWED_EINSUM] == "1000000"
+    own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
+    mine = compiler_flags("tpu", CompileOptions(flags=(("x", 1),), windowed_einsum=True), own)
+    assert mine[name] is False and mine["xla_tpu_scoped_vmem_limit_kib"] == "98304" and mine["x"] == 1
+    assert compiler.WINDOWED_EINSUM not in mine
+    gpu = compiler_flags("gpu", CompileOptions(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert gpu == {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def test_arithmetic_alone_knows_layout_and_parameters():
+    run = run_of(TINY | {"mesh.fsdp": "8", "mesh.pipeline": "2", "batch.global_size": "64"})
+    found, _, spec = outline(run, targets.parse("v5p:2x2x4"))
+    assert found.parameters == spec.parameter_count > 0 and found.shape.sizes["fsdp"] == 8
+    assert found.pipeline["schedule"] == "1f1b" and 0 < found.pipeline["bubble"] < 1
+    assert found.fits is None and found.compiled is None
+
+
+def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):
+    def out_of_memory(*args, **more):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+
+    monkeypatch.setattr(loop, "run", out_of_memory)
+    assert train.main([*flags(TINY), "--workdir", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "allocating 7 bytes" in said and "parameters" in said
+    assert os.environ.get("JAX_PLATFORMS") == "cpu"
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_llama3_8b_fits_a_v5p_slice(home, capsys):
+    assert plan.main(["--config", "llama3_8b", "--on", "v5p:4x4x4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    state = 12 * found["parameters"] / 64
+    assert found["memory"]["argument_bytes"] == pytest.approx(state, rel=0.01)
+    assert found["memory"]["alias_bytes"] == pytest.approx(state, rel=0.01)
+
+
+@pytest.mark.slow
+def test_gpus_are_compiled_for_without_one(cache):
+    if not any(find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13")):
+        pytest.skip('needs the CUDA compiler: pip install "jaxdist[aot-gpu]"')
+    found = make_plan(run_of(TINY), targets.parse("h100:1x8"), options=CompileOptions(cache=cache))
+    assert found.fits and found.compiled.peak_bytes < found.capacity_bytes < 0.93 * 80e9

@@ -1,0 +1,214 @@
+"""The search: which layouts there are, their order by arithmetic, and what is compiled of them."""
+
+import dataclasses
+import json
+import math
+from importlib.util import find_spec
+
+import pytest
+
+from jaxdist import config, recipe
+from jaxdist.config import ConfigError
+from jaxdist.mesh import resolve_mesh
+from jaxdist.planner import layouts, memory, plan, search, targets, timing
+from jaxdist.planner.compiler import CompileOptions
+
+needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+TINY = (
+    "model.num_layers=2 model.d_model=256 model.d_ff=512 model.num_heads=2 model.num_kv_heads=1 "
+    "model.head_dim=128 model.vocab_size=2048 optimizer.name=adamw batch.global_size=8 "
+    "batch.sequence_length=256 precision.compute=bfloat16"
+)
+
+
+def overridden(run: recipe.RunConfig, words: str) -> recipe.RunConfig:
+    """Returns the run with `a.b=value c.d=value`, as on the command line."""
+    values = config.to_config_dict(run)
+    pairs = dict(word.split("=", 1) for word in words.split())
+    config.apply_overrides(values, pairs, recipe.full_schema(run.model["target"]))
+    return recipe.from_config(values)
+
+
+def run_of(name: str, words: str = "") -> recipe.RunConfig:
+    return overridden(recipe.from_config(config.load(name, folders=config.packaged_folders())), words)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Every layout of the 8 B model on 64 chips."""
+    run, target = run_of("llama3_8b"), targets.parse("v5p:4x4x4")
+    meshes, illegal, spec = layouts.legal_meshes(run, target)
+    return run, target, meshes, illegal, spec, list(layouts.candidates(run, target, meshes, spec))
+
+
+def one_of(found, **wanted):
+    """Returns the estimate of the one candidate with these axis sizes (else 1), zero 3 and remat full."""
+    given = {"remat": "full", "accumulation": 1, "zero": 3, "microbatches": 0, "chunks": 1} | wanted
+    sizes = {a: wanted.get(a, 1) for a in ("pipeline", "data", "fsdp", "tensor")}
+    (one,) = [
+        c for c in found
+        if all(c.shape.sizes[a] == n for a, n in sizes.items())
+        and (c.run.remat.policy, c.run.mesh.zero) == (given["remat"], given["zero"])
+        and c.run.batch.accumulation == given["accumulation"] and not c.run.mesh.sequence_parallel
+        and given["microbatches"] in (0, c.run.pipeline.microbatches)
+        and (sizes["pipeline"] == 1 or c.run.pipeline.chunks == given["chunks"])
+    ]  # fmt: skip
+    return one.estimate
+
+
+def test_every_layout_is_legal_and_keeps_the_batch(llama):
+    run, target, _, _, _, found = llama
+    assert len(found) > 1000 and len({c.text for c in found}) == len(found)
+    for axis in ("pipeline", "data", "fsdp", "tensor"):
+        assert len({c.shape.sizes[axis] for c in found}) > 3, axis
+    assert {c.run.mesh.zero for c in found} == {1, 2, 3}
+    assert {c.run.pipeline.schedule for c in found} == {"1f1b", "interleaved"}
+    assert {c.run.remat.policy for c in found} >= set(layouts.REMAT)
+    for one in found[:: len(found) // 60]:
+        recipe.validate_on(one.run, target.num_devices, 1, with_data=False)
+        assert math.prod(one.shape.sizes.values()) == 64
+    same = ("global_size", "sequence_length")
+    assert {tuple(getattr(c.run.batch, n) for n in same) for c in found} == {(64, 8192)}
+    assert all((c.run.model, c.run.optimizer, c.run.precision) == (run.model, run.optimizer, run.precision)
+               for c in found)  # fmt: skip
+
+
+def test_overrides_make_the_layout(llama):
+    run, target, _, _, _, found = llama
+    for one in found[:: len(found) // 20]:
+        made = overridden(run, " ".join(one.overrides(run)))
+        assert made == dataclasses.replace(one.run, pipeline=made.pipeline)
+        assert resolve_mesh(made.mesh, 64) == one.shape
+        staged = one.shape.sizes["pipeline"] > 1
+        assert not staged or made.pipeline == one.run.pipeline
+
+
+def test_illegal_meshes_are_counted_with_their_reason(llama):
+    _, _, meshes, illegal, _, _ = llama
+    assert len(meshes) + sum(illegal.values()) == 84  # 2^6 as four factors
+    assert any("mesh.tensor" in reason for reason in illegal)
+    assert any("layers" in reason for reason in illegal)
+
+
+def test_nothing_legal_is_an_error_with_the_reason():
+    with pytest.raises(ConfigError, match="global_size"):
+        layouts.legal_meshes(run_of("llama3_8b", "batch.global_size=0"), targets.parse("v5p:2x2x1"))
+
+
+def test_arithmetic_grows_with_what_costs(llama):
+    found = llama[-1]
+    full, dots = one_of(found, fsdp=64), one_of(found, fsdp=64, remat="dots")
+    assert full.compute > 1.2 * dots.compute  # a forward pass again
+    some = one_of(found, fsdp=64, remat=layouts.REMAT[2])
+    assert dots.compute < some.compute < full.compute
+    sums = [one_of(found, fsdp=64 // t, tensor=t) for t in (1, 2, 4, 8)]
+    assert all(a.tensor < b.tensor and a.step_s < b.step_s for a, b in zip(sums, sums[1:], strict=False))
+    assert sums[0].tensor == 0 and sums[0].stages == 0 and sums[0].host == 0
+    parts = [one_of(found, fsdp=16, tensor=4, accumulation=n) for n in (1, 2, 4)]
+    assert parts[2].gathers == pytest.approx(4 * parts[0].gathers)
+    few, many = (one_of(found, fsdp=32, pipeline=2, microbatches=n) for n in (1, 2))
+    assert few.bubble > many.bubble > 0
+    assert many.bubble > one_of(found, fsdp=32, pipeline=2, microbatches=2, chunks=16).bubble
+    assert one_of(found, fsdp=64, remat=f"offload:{layouts.remat.INPUT}").host > 0
+    reduced = [one_of(found, fsdp=64, zero=z).gradients for z in (1, 2)]
+    assert reduced[0] == pytest.approx(2 * reduced[1])
+    assert all(0 < c.estimate.bound_s <= c.estimate.step_s < math.inf for c in found)
+
+
+def test_state_is_a_lower_bound_of_what_is_accounted(llama):
+    _, target, _, _, spec, found = llama
+    for one in found[:: len(found) // 40]:
+        assert one.state_bytes <= 1.001 * layouts.accounted(one, target, spec).accounted_bytes, one.text
+
+
+def test_products_alone_take_what_flops_over_peak_say(llama):
+    run, target, _, _, spec, found = llama
+    bare = one_of(found, fsdp=64, remat="none").compute
+    flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
+    assert flops < bare < 1.6 * flops  # attention comes on top, the embedding's lookup does not count
+
+
+def test_slices_are_crossed_by_data_fsdp_or_stages():
+    run, target = run_of("llama3_8b"), targets.parse("v5p:2x2x2x2")
+    meshes, illegal, _ = layouts.legal_meshes(run, target)
+    crossing = {axis for _, shape in meshes for axis, n in shape.dcn.items() if n > 1}
+    assert crossing == {"data", "fsdp", "pipeline"} and len(meshes) > 20
+
+
+def done(one, step_s, peak, fits=True):
+    """Returns a compiled candidate with a made-up result."""
+    seconds = dataclasses.replace(
+        timing.Time("made up"), step_s=step_s, waterfall={"compute": 1.0, "x": step_s - 1}
+    )
+    return search.Compiled(one, plan.Plan(
+        one.run, targets.parse("v5p:4x4x4"), one.shape, 0, {}, 95 * 2**30, {}, 0, fits=fits, time=seconds,
+        exit_reason="", peak_bytes=peak * 2**30,
+    ))  # fmt: skip
+
+
+def test_ties_go_to_the_simpler_and_losers_say_why(llama):
+    found = llama[-1]
+    pick = {c.text: c for c in found}
+    simple, double, large = (
+        pick[f"{mesh}, remat dots"] for mesh in ("fsdp 64", "data 2 x fsdp 32", "fsdp 16 x tensor 4")
+    )
+    none = pick["fsdp 64, remat none"]
+    ranked = search._ranked(
+        [done(double, 1.9, 30), done(large, 3.0, 20), done(simple, 2.0, 28), done(none, 1.97, 70)]
+    )
+    assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"  # equal to none, and smaller
+    whys = {r.layout.text: r.why(ranked[0]) for r in ranked}
+    assert (
+        "tie" in whys["data 2 x fsdp 32, remat dots"]
+        and "more to set" in whys["data 2 x fsdp 32, remat dots"]
+    )
+    assert whys["fsdp 16 x tensor 4, remat dots"] == "x 1.50: +1 s x"
+    refused = done(none, 1.0, 97, fits=False)
+    assert search._ranked([refused, ranked[0]]) == [ranked[0], refused]
+    assert refused.why(ranked[0]) == "does not fit: 2.00 GiB too much"
+
+
+def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
+    run = run_of("quickstart", f"{TINY} precision.compute=float32")
+    said: list[str] = []
+    found = search.search(
+        run, targets.parse("cpu:2"), finalists=2, options=CompileOptions(cache=tmp_path), say=said.append
+    )
+    assert found.exit_code == 0 and found.winner.fits and found.winner.compiled.peak_bytes > 0
+    assert 2 <= len(found.compiled) <= 3 and len(said) > 3
+    assert len({one.layout.text for one in found.compiled}) == len(found.compiled)
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["counts"]["layouts"] > 20 and told["ranking"][0]["why"] == "the best"
+    text = found.text("--config quickstart")
+    assert "python -m jaxdist.train --config quickstart --config." in text and "rule of thumb" in text
+    made = overridden(run, " ".join(told["overrides"]))
+    assert recipe.validate_on(made, 2, with_data=False)[0] == found.winner.shape
+
+
+@needs_libtpu
+def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
+    found = search.search(
+        run_of("quickstart", TINY), targets.parse("v5e:2x2"), finalists=2,
+        options=CompileOptions(cache=tmp_path),
+    )  # fmt: skip
+    assert found.winner and found.winner.time.step_s > 0
+    assert len({one.layout.axes for one in found.compiled}) > 0
+    for one in found.compiled:
+        assert one.seconds >= one.layout.estimate.bound_s > 0
+
+
+def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
+    run, target = run_of("quickstart", f"{TINY} precision.compute=float32"), targets.parse("cpu:2")
+    monkeypatch.setattr(search, "capacity", lambda target: 1000)
+    monkeypatch.setattr("jaxdist.planner.plan.capacity", lambda target: 1000)
+    found = search.search(run, target, finalists=1, options=CompileOptions(cache=tmp_path))
+    assert found.winner is None and found.exit_code == 3
+    assert "NO LAYOUT FITS" in found.text() and found.compiled[0].plan.peak_bytes > 1000
+    least = min(memory.accounted_peak(one.plan.components) for one in found.compiled)
+    assert found.compiled[0].layout.accounted_bytes == least
+
+
+def test_time_up_compiles_nothing_more(tmp_path):
+    run = run_of("quickstart", f"{TINY} precision.compute=float32")
+    found = search.search(run, targets.parse("cpu:2"), minutes=0, options=CompileOptions(cache=tmp_path))
+    assert found.exit_code == 4 and found.stopped == "the time was up" and not found.compiled

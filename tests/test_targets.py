@@ -1,0 +1,201 @@
+"""Targets of a plan: which exist, how their devices lie, and what links them."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxdist import hardware, mesh
+from jaxdist.config import ConfigError
+from jaxdist.planner import targets
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    "text, canonical, devices, slices, hosts, wrap",
+    [
+        ("v5p:4x4x4", "v5p:4x4x4", 64, 1, 16, (True, True, True)),
+        ("V5P:4x4x4x2", "v5p:4x4x4x2", 128, 2, 32, (True, True, True)),
+        ("v5p:2x2x4", "v5p:2x2x4", 16, 1, 4, (False, False, False)),
+        ("v6e:16x16x2", "v6e:16x16x2", 512, 2, 128, (True, True)),
+        ("v6e:16x16x1", "v6e:16x16", 256, 1, 64, (True, True)),
+        ("v5e:8x16", "v5e:8x16", 128, 1, 32, (False, True)),
+        ("v5e:1x1", "v5e:1x1", 1, 1, 1, (False, False)),
+        ("ironwood:4x4x8", "tpu7x:4x4x8", 256, 1, 32, (True, True, True)),  # two devices a chip
+        ("v4:12x12x24", "v4:12x12x24", 3456, 1, 864, (True, True, True)),
+        ("h100:4x8", "h100:4x8", 32, 1, 4, (False, False)),
+        ("h100:8", "h100:1x8", 8, 1, 1, (False, False)),
+        ("h200", "h200:1x1", 1, 1, 1, (False, False)),
+        ("cpu:8", "cpu:8", 8, 1, 1, (False,)),
+    ],
+)
+def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap):
+    target = targets.parse(text)
+    assert target.text == canonical and targets.parse(canonical) == target
+    assert (target.num_devices, target.num_slices, target.hosts, target.wrap) == (
+        devices, slices, hosts, wrap,
+    )  # fmt: skip
+    per_chip = target.chip.devices_per_chip if target.chip else 1
+    assert target.num_chips * per_chip == devices
+
+
+@pytest.mark.parametrize(
+    "text, listed",
+    [
+        ("v5e:32x32", "8x16, 16x16"),  # the compiler takes this one
+        ("v5e:16x8", "8x16, 16x16"),
+        ("v5e", "8x16, 16x16"),
+        ("v5p:1x1x1", "2x2x1, 2x2x2"),
+        ("v5p:4x8x4", "ascending multiples of 4"),
+        ("v5p:24x24x24", "at most 6144 chips"),
+        ("v5p:4x4x4x0", "2x2x1"),
+        ("v5p:4x4x4x2x2", "2x2x1"),
+        ("v5p:4xx4", "2x2x1"),
+        ("h100:2x9", "1 to 8 GPUs"),
+        ("h100:1x2x4", "HOSTSxGPUS"),
+        ("v5", "v5e|v5p|v6e"),
+        ("h300:1x8", "Did you mean h"),
+        ("cpu", "cpu:N"),
+        ("cpu:0", "cpu:N"),
+        ("here", "or here"),
+        ("", "v4|v5e"),
+    ],
+)
+def test_a_bad_target_lists_the_legal_ones_in_one_line(text, listed):
+    with pytest.raises(ConfigError) as error:
+        targets.parse(text)
+    (line,) = error.value.faults
+    assert line.startswith(f"--on={text}: ") and listed in line and "\n" not in line and len(line) < 250
+
+
+def test_here_is_the_target_of_the_devices():
+    def tpus(kind, coords):
+        return [SimpleNamespace(platform="tpu", device_kind=kind, coords=c) for c in coords]
+
+    square = [(x, y, 0) for x in range(4) for y in range(2)]
+    assert targets.parse("here", tpus("TPU v5 lite", square)).text == "v5e:2x4"
+    assert targets.parse("here", tpus("TPU v5", square[:4])).text == "v5p:2x2x1"
+    gpus = [
+        SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=i // 4) for i in range(8)
+    ]
+    assert targets.parse("here", gpus).text == "h200:2x4"
+    assert targets.parse("here", [SimpleNamespace(platform="cpu")] * 3).text == "cpu:3"
+    with pytest.raises(ConfigError, match="NVIDIA L4"):
+        targets.parse("here", [SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0)])
+
+
+def shape(target, slices=1, **sizes):
+    config = mesh.MeshConfig(**({"data": 1} | sizes), dcn=mesh.DcnConfig(data=slices))
+    return mesh.resolve_mesh(config, targets.parse(target).num_devices, slices)
+
+
+@pytest.mark.parametrize(
+    "target, layout, axis, name, gigabytes",
+    [
+        ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "tensor", "ICI", 2 * 90),  # one ring
+        ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "fsdp", "ICI", 4 * 90),  # two
+        ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "fsdp+tensor", "ICI", 6 * 90),
+        ("v5e:16x16", {"fsdp": 256}, "fsdp", "ICI", 4 * 45),
+        ("v5e:16x16", {"fsdp": 64, "tensor": 4}, "tensor", "ICI", 45),  # a line: part of a ring
+        ("v5e:4x4", {"fsdp": 16}, "fsdp", "ICI", 2 * 45),  # no rings
+        ("v6e:16x16x2", {"data": 2, "fsdp": 256, "slices": 2}, "data", "DCN", 12.5),
+        ("v6e:16x16x2", {"data": 2, "fsdp": 256, "slices": 2}, "fsdp", "ICI", 4 * 90),
+        ("tpu7x:2x2x1", {"fsdp": 8}, "fsdp", "ICI", 90),  # two devices share a chip's links
+        ("h100:1x8", {"fsdp": 8}, "fsdp", "NVLink", 450),
+        ("h100:4x8", {"data": 4, "fsdp": 8}, "data", "InfiniBand", 50),
+        ("h100:4x8", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),
+        ("h100:4x8", {"fsdp": 32}, "fsdp", "InfiniBand", 400),  # a node's eight ports
+        ("a100:2x8", {"fsdp": 16}, "fsdp", "InfiniBand", 200),
+        ("cpu:8", {"fsdp": 8}, "fsdp", "memory", math.inf),
+        ("v5p:4x4x4", {"fsdp": 64}, "data", "memory", math.inf),  # nobody to talk to
+    ],
+)
+def test_the_link_of_an_axis(target, layout, axis, name, gigabytes):
+    link = targets.parse(target).axis_link(shape(target, **layout), axis)
+    assert link.name == name and link.bytes_per_s == pytest.approx(gigabytes * GB)
+
+
+def test_groups_that_interleave_share_their_links():
+    target = targets.parse("v5e:16x16")
+    ring = target.group_link(range(16))
+    assert ring.bytes_per_s == 90 * GB
+    assert target.group_link(range(0, 16, 4)).bytes_per_s == ring.bytes_per_s / 4
+    assert target.group_link(range(4)).bytes_per_s == 45 * GB
+
+
+def test_every_family_can_be_a_target_with_a_network():
+    assert {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"} <= set(hardware.FAMILIES)
+    for family, chip in hardware.FAMILIES.items():
+        assert chip.network_bytes_per_s and 1e9 < chip.network_bytes_per_s < chip.link_bytes_per_s
+        assert targets.parse(f"{family}:{'x'.join(map(str, (chip.slices or [(1, 8)])[0]))}").chip is chip
+
+
+CHILD = """
+import json, os, sys
+from jaxdist.planner import placement, targets
+assert "jax" not in sys.modules
+from jaxdist import mesh
+found = {}
+for text, layout in json.loads(sys.argv[1]):
+    target = targets.parse(text)
+    real, made_up = targets.devices(target), placement.stand_ins(target.machine)
+    tpu = target.platform == "tpu"
+    where = lambda d: (d.device_kind, tpu and (*d.coords, d.core_on_chip))
+    same = {d.id: where(d) for d in real} == {d.id: where(d) for d in made_up}
+    parts = layout.pop("dcn", target.num_slices)
+    config = mesh.MeshConfig(**{"data": 1} | layout, dcn=mesh.DcnConfig(data=parts))
+    built = mesh.build_mesh(config, real)
+    shape = mesh.resolve_mesh(config, len(real), parts)
+    ids = [d.id for d in built.devices.flat]
+    processes = len({d.process_index for d in real})
+    found[text] = [len(real), processes, same, ids == target.arrange(shape).ravel().tolist()]
+print(json.dumps(found))
+"""
+
+
+def in_child(cases):
+    root = Path(__file__).resolve().parent.parent
+    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    command = [sys.executable, "-c", CHILD, json.dumps(cases)]
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr[-3000:]
+    for text, found in json.loads(child.stdout).items():
+        target = targets.parse(text)
+        assert found == [target.num_devices, target.hosts, True, True], text
+
+
+def test_libtpu_makes_each_tpu_target_and_numbers_it_as_we_do():
+    pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+    in_child([
+        ("v4:4x4x4", {"fsdp": 64}), ("v4:2x2x1", {"tensor": 4}),
+        ("v5e:1x1", {}), ("v5e:2x4", {"fsdp": 8}), ("v5e:8x16", {"fsdp": 128}),
+        ("v5e:16x16", {"data": 16, "fsdp": 16}), ("v5e:8x8", {"fsdp": 32, "tensor": 2}),
+        ("v5p:2x2x1", {"fsdp": 4}), ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}), ("v5p:4x8x8", {"fsdp": 256}),
+        ("v6e:16x16", {"fsdp": 256}), ("v6e:16x16x2", {"data": 2, "fsdp": 256}),
+        ("tpu7x:1x1x1", {"fsdp": 2}), ("tpu7x:4x4x4", {"fsdp": 128}),
+        ("tpu7x:2x2x1x2", {"data": 2, "fsdp": 8}),
+    ])  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
+    reason="ahead-of-time GPU compiles need a CUDA plugin: pip install jax-cuda12-plugin jax-cuda12-pjrt",
+)
+def test_the_cuda_plugin_makes_each_gpu_target():
+    in_child([(f"{family}:2x4", {"data": 2, "fsdp": 4}) for family in ("a100-40gb", "a100", "b200")])
+    in_child([("h100:4x8", {"data": 8, "fsdp": 4, "dcn": 4}), ("h200:1x1", {})])
+
+
+def test_emulated_devices_are_arranged_as_the_mesh_does():
+    config = mesh.MeshConfig(data=4, fsdp=2, dcn=mesh.DcnConfig(data=2))
+    ids = [device.id for device in mesh.build_mesh(config).devices.flat]
+    layout = mesh.resolve_mesh(config, 8, 2)
+    assert ids == targets.parse("cpu:8").arrange(layout).ravel().tolist()

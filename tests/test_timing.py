@@ -1,0 +1,285 @@
+"""Step times: sums checked by hand on small programs, kernels and parts on trimmed real ones."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxdist import config as configs
+from jaxdist import recipe
+from jaxdist.planner import communication, targets, timing
+from jaxdist.telemetry import hlo
+from tests.test_communication import CASES, GOLDEN, read
+
+V5E = targets.parse("v5e:16x16")
+
+
+def cycles(count):
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{count}"}}}}'
+
+
+PROGRAM = f"""HloModule test
+
+%inside (a: f32[]) -> f32[] {{
+  ROOT %a = f32[] parameter(0), {cycles(7777)}
+}}
+
+%inner (state: s32[]) -> s32[] {{
+  %state = s32[] parameter(0)
+  ROOT %work = s32[] add(%state, %state), {cycles(1000)}
+}}
+
+%condition2 (state: s32[]) -> pred[] {{
+  %limit = s32[] constant(5)
+}}
+
+%outer (state: s32[]) -> s32[] {{
+  %state = s32[] parameter(0)
+  %fused = s32[] fusion(%state), kind=kLoop, calls=%inside, {cycles(300)}
+  %offloaded = s32[] fusion(%state), kind=kCustom, calls=%inside, {cycles(9223372036854775807)}
+  ROOT %loop2 = s32[] while(%state), condition=%condition2, body=%inner
+}}
+
+%condition1 (state: s32[]) -> pred[] {{
+  %limit = s32[] constant(4)
+}}
+
+%cheap (x: s32[]) -> s32[] {{
+  ROOT %x = s32[] copy(%x), {cycles(10)}
+}}
+
+%dear (x: s32[]) -> s32[] {{
+  ROOT %x = s32[] copy(%x), {cycles(50000)}
+}}
+
+ENTRY %main (p: s32[]) -> s32[] {{
+  %p = s32[] parameter(0)
+  %which = pred[] constant(false)
+  %branch = s32[] conditional(%which, %p, %p), true_computation=%cheap, false_computation=%dear
+  ROOT %loop1 = s32[] while(%p), condition=%condition1, body=%outer
+}}
+"""
+
+
+def estimate(module, found=(), target=V5E, **options):
+    given = {"tokens": 1e6, "flops_per_token": {"causal": 1e9, "full": 2e9}} | options
+    return timing.estimate_program(module, found, target, **given)
+
+
+def collective(**changes):
+    one = communication.Collective(
+        kind="all-gather", axis="fsdp", group_size=2, dtype="bf16", bytes=2 * 10**9, count=1,
+        asynchronous=False, in_loop=False, what="activations", module="", phase="forward", name="gather",
+        computation="main", begins=0, ends=0, link=targets.Link("ICI", 1e9, 1e-6),
+    )  # fmt: skip
+    return dataclasses.replace(one, **changes)
+
+
+# --- compute --------------------------------------------------------------------------------------
+
+
+def test_cycles_are_summed_over_loops_and_the_dearest_branch_and_not_inside_fusions():
+    module = hlo.parse(PROGRAM)
+    total = 50000 + 4 * (300 + 5 * 1000)
+    assert module.cycles(module.entry) == total
+    found = estimate(module)
+    assert found.low_s == found.step_s == found.high_s == pytest.approx(total / 1.5e9)
+    assert found.waterfall["attention"] == 0 and found.notes == ()
+
+
+def test_loops_of_unknown_length_are_noted():
+    module = hlo.parse(PROGRAM.replace("s32[] constant(5)", "s32[] parameter(1)"))
+    assert estimate(module).notes == ("loops of unknown length were counted once: loop2",)
+
+
+def test_windowed_products_are_noted():
+    permute = collective(kind="collective-permute", in_loop=True, asynchronous=True)
+    assert estimate(hlo.parse(PROGRAM), [permute] * 7).notes == ()
+    (note,) = estimate(hlo.parse(PROGRAM), [permute] * 8).notes
+    assert "windowed" in note
+    assert estimate(hlo.parse(PROGRAM), [dataclasses.replace(permute, axis="pipeline")] * 8).notes == ()
+
+
+def test_a_cpu_has_no_time_and_says_so():
+    found = estimate(hlo.parse(PROGRAM), target=targets.parse("cpu:8"))
+    assert found.step_s is found.mfu_causal is found.band_s is found.days(1e9) is None
+    assert found.sure.startswith("unknown")
+
+
+def test_conventions_rates_and_costs():
+    found = estimate(hlo.parse(PROGRAM))
+    peak, rate = 197e12, 1e6 / found.step_s
+    assert found.tokens_per_s == pytest.approx(rate)
+    assert found.tokens_per_s_per_chip == pytest.approx(rate / 256)
+    assert found.mfu_causal == pytest.approx(rate * 1e9 / 256 / peak)
+    assert found.mfu_full == pytest.approx(2 * found.mfu_causal)
+    assert found.days(rate * 86400 * 3) == pytest.approx(3)
+    assert found.tokens_per_money(2.0) == pytest.approx(rate / 256 * 1800)
+    assert found.tokens_per_money(0.0) is None
+
+
+# --- communication --------------------------------------------------------------------------------
+
+
+def test_low_middle_and_high():
+    found = [collective(count=3), collective(count=2, asynchronous=True)]  # 1 s each
+    time = estimate(hlo.parse(PROGRAM), found)
+    assert time.step_s - time.low_s == pytest.approx(3)
+    assert time.high_s - time.step_s == pytest.approx(2)
+    assert time.band_s == (pytest.approx(0.95 * time.low_s), pytest.approx(1.05 * time.high_s))
+    assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
+    assert time.waterfall["exposed communication"] == pytest.approx(3)
+
+
+def test_one_window_hides_only_as_much_as_its_compute():
+    second = cycles(int(1.5e9))
+    text = f"""HloModule test
+
+ENTRY %main (p: f32[]) -> f32[] {{
+  %p = f32[] parameter(0)
+  %work = f32[] copy(%p), {second}
+  ROOT %more = f32[] copy(%work), {second}
+}}
+"""
+    module = hlo.parse(text)
+    between = {"asynchronous": True, "begins": 0, "ends": 2}  # around %work: 1 s
+    first = collective(bytes=int(1.6e9), **between)  # 0.8 s
+    assert estimate(module, [first]).hidden_s == pytest.approx(0.8)
+    both = estimate(module, [first, dataclasses.replace(first, name="other")])
+    assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(0.6)
+    other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9, 1e-6))
+    assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
+
+
+def test_a_real_gather_is_hidden_by_its_matmul():
+    target, _ = CASES["v5e_fsdp256"]
+    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    found = read("v5e_fsdp256")
+    gather = found["async-collective-start"]
+    assert gather.asynchronous and gather.wire_s > 0
+    time = estimate(module, list(found.values()), targets.parse(target))
+    assert time.hidden_s == pytest.approx(gather.step_s) and time.uncovered_s == 0
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def test_kernels_of_a_real_step_are_counted():
+    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    kernels = timing.attention_kernels(module)
+    forward = 2 * 2 * 6 * 64 * 2048 * 2048 * 128 / 2  # 6 sequences and 64 heads a device, causal
+    expected = [("forward", 1), ("forward", 1), ("dq", 1.5), ("dkv", 2.0)]
+    roles = sorted((k.role, k.flops / forward) for k in kernels)
+    assert roles == sorted(expected)
+    assert {k.count for k in kernels} == {32} and {k.head_dim for k in kernels} == {128}
+    assert timing.forwards_per_backward(kernels) == 2  # full remat
+    attention = 32 * 5.5 * forward / (0.5 * 197e12)
+    compute = module.cycles(module.entry) / 1.5e9
+    assert estimate(module).low_s == pytest.approx(compute + attention)
+
+
+def test_a_fused_backward_kernel_costs_less_than_two():
+    text = (GOLDEN / "v5e_fsdp256.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("  %splash_mha_dq")]
+    assert len(lines) == len(text.splitlines()) - 1
+    kernels = timing.attention_kernels(hlo.parse("\n".join(lines)))
+    forward, backward = (next(k for k in kernels if k.role == role) for role in ("forward", "dkv"))
+    assert backward.flops == 2.5 * forward.flops
+
+
+def test_narrow_heads_fill_half_of_wide_matrix_units():
+    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    attention = sum(k.count * k.flops for k in timing.attention_kernels(module))
+    compute = module.cycles(module.entry) / 1.75e9
+    time = estimate(module, target=targets.parse("v6e:16x16"))
+    assert time.low_s == pytest.approx(compute + attention / (0.25 * 918e12))
+
+
+def test_kernels_of_cudnn():
+    module = hlo.parse((GOLDEN / "h100_4x8.txt").read_text())
+    kernels = timing.attention_kernels(module)
+    forward = 2 * 2 * 8 * 8 * 8192 * 8192 * 128 / 2  # 8 sequences, 8 of 32 heads
+    assert sorted((k.role, k.flops / forward) for k in kernels) == [
+        ("backward", 2.5), ("forward", 1), ("forward", 1),
+    ]  # fmt: skip
+
+
+def test_other_kernels_are_named():
+    text = (GOLDEN / "v5e_fsdp256.txt").read_text()
+    text = re.sub(r"splash_mha_fwd_residuals.2 = (.*?)op_name=\"[^\"]*\"", r"mine = \1op_name=\"x\"", text)
+    assert "%mine = " in text
+    assert estimate(hlo.parse(text)).notes == ("kernels of unknown cost were left out: mine",)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+ROOFLINE = """HloModule test
+
+%product (a: bf16[8192,8192], b: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192]{1,0} parameter(0)
+  %b = bf16[8192,8192]{1,0} parameter(1)
+  ROOT %dot = bf16[8192,8192]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%slice (stack: f32[32,4096,4096], i: s32[]) -> f32[1,4096,4096] {
+  %stack = f32[32,4096,4096]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %cut = f32[1,4096,4096]{2,1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,4096,4096}
+}
+
+ENTRY %main (x: bf16[8192,8192], stack: f32[32,4096,4096], i: s32[]) -> f32[1,4096,4096] {
+  %x = bf16[8192,8192]{1,0} parameter(0)
+  %stack = f32[32,4096,4096]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %gemm = bf16[8192,8192]{1,0} fusion(%x, %x), kind=kCustom, calls=%product
+  ROOT %layer = f32[1,4096,4096]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%slice
+}
+"""
+
+
+def test_a_gpu_step_is_a_roofline_with_a_band():
+    module = hlo.parse(ROOFLINE)
+    time = estimate(module, target=targets.parse("h100:1x8"))
+    flops, traffic = 2 * 8192**3, 2 * 4096 * 4096 * 4 + 4  # a slice is read, not the stack
+    assert time.low_s == pytest.approx(flops / (0.79 * 989.4e12) + traffic / (0.92 * 3350e9))
+    assert time.high_s == pytest.approx(flops / (0.64 * 989.4e12) + traffic / (0.75 * 3350e9))
+    assert time.low_s < time.step_s < time.high_s
+    assert "roofline" in time.sure
+
+
+def test_what_gpu_compute_does_not_cover_is_exposed():
+    module = hlo.parse(ROOFLINE)
+    target = targets.parse("h100:1x8")
+    open_end = collective(asynchronous=True, begins=3, ends=3)
+    time = estimate(module, [open_end], target)
+    assert time.waterfall["exposed communication"] == pytest.approx(1.0)
+
+
+# --- the parts of a step --------------------------------------------------------------------------
+
+
+def test_recomputation_and_bubble_are_parts_of_the_step():
+    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    executed = estimate(module).hfu * estimate(module).step_s * 197e12
+    useful = {"causal": 0.6 * executed * 256 / 1e6, "full": executed}
+    time = estimate(module, flops_per_token=useful)
+    assert time.waterfall["recompute"] == pytest.approx(0.4 * time.step_s)
+    assert time.mfu_causal == pytest.approx(0.6 * time.hfu)
+    piped = estimate(module, flops_per_token=useful, bubble=0.25)
+    assert piped.step_s == time.step_s
+    assert piped.waterfall["bubble"] == pytest.approx(0.25 * time.step_s)
+    assert piped.waterfall["recompute"] == pytest.approx(0.15 * time.step_s)
+    assert sum(piped.waterfall.values()) == pytest.approx(time.step_s)
+
+
+def test_the_time_of_a_run_takes_its_sizes_from_the_config():
+    loaded = configs.load("dense_16b:tiny", folders=[Path(__file__).parents[1] / "configs"])
+    run = recipe.from_config(loaded)
+    _, rules, spec = recipe.validate(run, jax.devices()[:1], with_data=False)
+    module, found = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())
+    time = timing.estimate(run, spec, rules, V5E, module, found)
+    assert run.precision.compute == "float32" and time.mfu_causal is None  # no peak is published for it
+    assert time.tokens_per_s == pytest.approx(16 * 128 / time.step_s)
+    assert time.waterfall["bubble"] == 0
