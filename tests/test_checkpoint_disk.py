@@ -131,6 +131,7 @@ def saves(workdir: Path) -> list[bool]:
     return [e["ok"] for e in read_events(workdir) if e["event"] == "save"] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_disk_is_full_and_then_read_only(small_disk, tmp_path):
     workdir = tmp_path / "run"
     full = filler(small_disk, leave=MIB // 8)
@@ -188,6 +189,7 @@ def straight(tmp_path_factory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_a_damaged_run_resumes_from_the_right_step_bitwise(straight, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)
@@ -205,6 +207,7 @@ def test_a_damaged_run_resumes_from_the_right_step_bitwise(straight, tmp_path):
     assert losses(workdir) == losses(straight)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_good_step_exits_77(straight, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)

@@ -24,9 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 damaged or different, 77 none usable, or 78."""
     try:
         flags = _parser().parse_args(argv)
-        found, code = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}[flags.action](
-            flags
-        )
+        found, code = _ACTIONS[flags.action](flags)
     except (config.ConfigError, MissingExtra, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
