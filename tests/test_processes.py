@@ -78,7 +78,8 @@ def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
         process.send_signal(signal.SIGTERM)
     codes = [process.wait(60) for process in (first, second)]
     print(codes, time.monotonic() - began)
-    assert codes[0] == 75 and set(codes) <= {75, 70, -15}, codes
+    # One that has not joined yet ends by the signal; one that has by jax's abort, as the first has gone.
+    assert codes[0] == 75 and set(codes) <= {75, 70, -signal.SIGTERM, -signal.SIGABRT}, codes
 
 
 def test_a_users_own_handler_is_called_and_put_back():

@@ -168,6 +168,7 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     assert refused.why(ranked[0]) == "does not fit: 2.00 GiB too much"
 
 
+@pytest.mark.slow
 def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     run = run_of("quickstart", f"{TINY} precision.compute=float32")
     said: list[str] = []

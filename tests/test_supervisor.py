@@ -216,7 +216,7 @@ def test_only_sizes_with_a_legal_mesh_are_started(tmp_path):
 
 def test_an_agent_of_several_leaves_restarts_to_the_scheduler(tmp_path):
     agents = Agents("Slurm", 3, 1, "node7", 61500)
-    code, said = supervise(tmp_path, "time.sleep(0.1 * rank); kill_me()", agents=agents)
+    code, said = supervise(tmp_path, "time.sleep(2 if rank == 2 else 60); kill_me()", agents=agents)
     assert code == 70 and "starting 2 processes of 6" in said
     found = starts(tmp_path)
     assert sorted(rank for rank, *_ in found) == ["2", "3"]

@@ -230,6 +230,7 @@ def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
     assert not (workdir / ".beats").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_hangs_with_the_interpreter_lock_is_begun_again(tmp_path):
     done = launch(tmp_path / "run", HANGS["lock held"], process=1)
     check_run(tmp_path / "run", done, "lock held", process=1)
