@@ -108,7 +108,7 @@ POINTS: tuple[Point, ...] = (
     _point(
         "16b-v5e-256", "dense_16b", "v5e:16x16", (1536, 2048), (256, 1), "full", flags=_V5E,
         published_s=10.27, published="61.10 % MFU (full attention)", source=_V5E_README,
-        peer=Peer(10.76, 11.14, 11.46, 8.6, 0.13),
+        peer=Peer(10.76, 11.14, 11.46, 8.643, 0.13),
     ),
     _point(
         "32b-v5e-256", "dense_16b", "v5e:16x16", (1024, 2048), (256, 1), "full", flags=_V5E, model=_32B,
@@ -131,11 +131,9 @@ POINTS: tuple[Point, ...] = (
         peer=Peer(24.04, 25.06, 25.06, 76.1, 0.38),
     ),
     _point(
-        "32b-v5p-128", "dense_16b", "v5p:4x4x4", (448, 2048), (16, 4),
-        "save:query,key,value,mlp_gate,mlp_up",  # _MINIMAL takes 99 GiB in our program
-        flags=_V5P, model=_32B,
+        "32b-v5p-128", "dense_16b", "v5p:4x4x4", (384, 2048), (16, 4), _MINIMAL, flags=_V5P, model=_32B,
         published_s=7.30, published="71.47 % MFU (full attention)", source=_V5P_README,
-        peer=Peer(6.74, 7.78, 8.43, 87.2, 0.07),
+        peer=Peer(6.74, 7.78, 8.43, 87.2, 0.06),
     ),
     _point(
         "64b-v5p-128", "dense_16b", "v5p:4x4x4", (192, 2048), (16, 4), _MINIMAL, flags=_V5P, model=_64B,

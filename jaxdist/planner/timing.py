@@ -46,14 +46,15 @@ _GPU_BEST, _GPU_WORST = (0.79, 0.92), (0.64, 0.75)
 # three in one kernel 5.
 _KERNEL_COST = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "backward": 2.5}
 
-_POINTS = "compute and attention alone, of the largest peer's programs, against their published steps"
+_OURS = "our program at published workloads, docs/plan.md"
+_PEERS = "the largest peer's programs, compute and attention alone, against their published steps"
 _SURE = {
-    "v5e": f"{_POINTS} on v5e: +5, +21 and +1 %; rather too slow than too fast",
-    "v5p": f"{_POINTS} on v5p: +2, -8, +2 and -8 %; with all communication in the open up to +31 %",
-    "v6e": f"{_POINTS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
-    "v4": f"{_POINTS} on v4: -12 and -20 %; the step will rather be slower than this band",
+    "v5e": f"{_OURS}: the middle was off by -1 and +1 % on two v5e points, both in the band",
+    "v5p": f"{_OURS}: the middle was off by +4 to +24 % on four v5p points, all in the band",
+    "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
+    "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
     "tpu7x": "no published step was compared on this chip, and its clock is a guess",
-    "gpu": "a roofline, compared with no published step; launches and autotuning are not modelled",
+    "gpu": "a roofline, 27 % faster than the published step compared (torch, slower H100s); no launches, no autotuning",
 }
 
 
