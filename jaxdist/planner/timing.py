@@ -54,7 +54,7 @@ _SURE = {
     "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
     "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
     "tpu7x": "no published step was compared on this chip, and its clock is a guess",
-    "gpu": "a roofline, 27 % faster than the published step compared (torch, slower H100s); no launches, no autotuning",
+    "gpu": "a roofline, 27 % faster than the published step compared (torch, slower H100s); no launches",
 }
 
 
