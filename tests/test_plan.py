@@ -73,7 +73,7 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
 
 @needs_libtpu
 def test_json_has_the_contract(tpu_plan):
-    found = json.loads(json.dumps(tpu_plan.to_json()))
+    found = json.loads(json.dumps(tpu_plan.to_json(), allow_nan=False))
     keys = (
         "fits exit_reason target layout parameters memory time collectives pipeline advice versions"
     ).split()
@@ -83,6 +83,7 @@ def test_json_has_the_contract(tpu_plan):
     times = "step_s low_s high_s mfu_causal mfu_full hfu tokens_per_s_per_chip waterfall".split()
     assert not set(times) - set(found["time"])
     assert not set("kind axis bytes count asynchronous link".split()) - set(found["collectives"][0])
+    assert {type(one["link"]) for one in found["collectives"]} == {str}
     assert found["versions"]["jax"] == jax.__version__ and found["target"] == "v5e:2x2"
 
 

@@ -330,7 +330,7 @@ def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
                 names.setdefault(source, (eqn.params["name"], eqn.outvars[0]))
     for out in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         if out in made or out is jaxpr.invars[position]:
-            name, array = names.get(origin(out), ("other", out))  # TPU has it in the shape that is named
+            name, array = names.get(origin(out), ("unnamed", out))  # TPU has it in the shape that is named
             same = (array.aval.size, array.aval.dtype) == (out.aval.size, out.aval.dtype)
             yield name, _bytes(array if same else out, lanes)
 

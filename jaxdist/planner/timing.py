@@ -98,11 +98,6 @@ class Time:
         """Returns how long training on so many tokens takes, without pauses."""
         return tokens / self.tokens_per_s / 86400 if self.tokens_per_s else None
 
-    def tokens_per_money(self, price_per_chip_hour: float) -> float | None:
-        """Returns tokens for one unit of the money that a chip's hour is priced in."""
-        rate = self.tokens_per_s_per_chip
-        return rate * 3600 / price_per_chip_hour if rate and price_per_chip_hour > 0 else None
-
 
 def estimate(
     run: RunConfig,
