@@ -227,15 +227,18 @@ def test_splash_blocks_divide():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("S, packed", [(128, False), (100, True)])
-def test_splash_interpreted_equals_reference(S, packed):
+@pytest.mark.parametrize(
+    "S, packed, options",
+    [(128, False, {}), (100, True, {}), (256, False, {"scale": 0.3, "softcap": 2.0, "window": 100})],
+)
+def test_splash_interpreted_equals_reference(S, packed, options):
     q, k, v, w = _arrays(1, S, 2, 1, 64)
     ids = _segments(1, S) if packed else None
 
     def splash(q, k, v):
-        return splash_attention(q, k, v, ids, scale=64**-0.5, interpret=True)
+        return splash_attention(q, k, v, ids, **{"scale": 64**-0.5} | options, interpret=True)
 
-    wanted = functools.partial(attention, segment_ids_BS=ids)
+    wanted = functools.partial(attention, segment_ids_BS=ids, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         np.testing.assert_allclose(jax.jit(splash)(q, k, v), wanted(q, k, v), atol=1e-5)
@@ -243,3 +246,40 @@ def test_splash_interpreted_equals_reference(S, packed):
     assert bool(S % 128) == any(f"{S} is padded" in str(c.message) for c in caught)
     for a, b in zip(gradients, _gradients(wanted, q, k, v, w), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_is_asked_for_the_window(packed, monkeypatch):
+    """Its kernels need a GPU: here jax computes what it was asked for, as plain XLA."""
+    asked = []
+
+    def plain(*arrays, implementation, **options):
+        asked.append((implementation, options["mask"] is not None, options["local_window_size"]))
+        return original(*arrays, **options, implementation="xla")
+
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    q, k, v, _ = _arrays(2, 96, 4, 2, 16)
+    options = {"window": 20, "scale": 0.3, "segment_ids_BS": _segments(2, 96) if packed else None}
+    with jax.numpy_rank_promotion("allow"):
+        out = attention(q, k, v, implementation="cudnn", **options)
+    # Before 9.10.2 cuDNN refuses a window beside a mask.
+    assert asked == [("cudnn", packed, None if packed else (19, 0))]
+    np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
+
+
+def test_cudnn_refuses_what_it_cannot_compute():
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    options = module._Options(1.0, True, None, 16)
+    assert module._cudnn_refusal(q, options) is None
+    assert module._cudnn_refusal(q, options._replace(softcap=50.0)) == "a softcap is set"
+    large = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
+    assert "head size 256" in (module._cudnn_refusal(large, options) or "")
+    assert "float32" in (module._cudnn_refusal(jax.ShapeDtypeStruct(q.shape, jnp.float32), options) or "")
+
+
+def test_a_window_of_the_whole_sequence_is_none():
+    q, k, v, _ = _arrays(1, 64, 2, 2, 8)
+    text = str(jax.make_jaxpr(attention)(q, k, v))
+    assert str(jax.make_jaxpr(functools.partial(attention, window=64))(q, k, v)) == text
+    assert str(jax.make_jaxpr(functools.partial(attention, window=63))(q, k, v)) != text

@@ -23,7 +23,7 @@ def run(request) -> recipe.RunConfig:
 
 def test_the_formula_lies_where_the_forward_program_says(run):
     spec = recipe.validate(run, jax.devices()[:1])[2]
-    batch = recipe.text_batch(run, 4)
+    batch = recipe.batch_shapes(run, 4)
 
     def loss(trainable, batch):
         return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
@@ -47,7 +47,7 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     here = SingleDeviceSharding(devices[0])
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-        for name, x in recipe.text_batch(run, 4).items()
+        for name, x in recipe.batch_shapes(run, 4).items()
     }
     counted = hlo_flops(built.step.lower(built.abstract_state, batch).compile().as_text())
     assert not counted.notes, counted.notes
@@ -57,3 +57,37 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     # Scores are computed again in the backward pass: 7 products for attention's 6, on 5/8 of the map.
     expected = matmuls + attention * 5 / 8 * 7 / 6
     assert counted.total / (4 * 256) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_local_layer_counts_the_tokens_it_sees():
+    config = recipe.default_config()
+    config.model.update(
+        num_layers=3, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
+        loss_chunk=64,
+    )  # fmt: skip
+    config.batch.update(sequence_length=256, global_size=4)
+    length, window, unit = 256, 64, 12 * 4 * 16  # FLOPs of a seen token, forward and backward
+
+    def count(**changes) -> tuple[dict[str, float], float]:
+        config.model.update(**changes)
+        run = recipe.from_config(config)
+        spec = recipe.validate(run, jax.devices()[:1])[2]
+
+        def loss(trainable, batch):
+            return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
+
+        jaxpr = jax.make_jaxpr(loss)(spec.trainable, recipe.batch_shapes(run, 4))
+        return workdir.model_flops(run, spec), 3 * jaxpr_flops(jaxpr).total / (4 * length)
+
+    everywhere, program = count()
+    windowed, windowed_program = count(layer_pattern=("local", "global"), window=window)
+    # Of three layers two are local. Exactly, a token sees min(i + 1, window) tokens, itself included.
+    seen = sum(min(i + 0.5, window) for i in range(length)) / length
+    assert windowed["full"] == everywhere["full"]
+    saved = everywhere["causal"] - windowed["causal"]
+    assert saved == pytest.approx(2 * unit * (length / 2 - seen), rel=1e-3)
+    # In four blocks of queries the program computes 5/8 of the map; with a window these columns.
+    columns = (64 + 3 * (64 + window - 1)) / 4
+    assert program - windowed_program == pytest.approx(2 * unit * (5 / 8 * length - columns), rel=1e-6)
+    assert windowed["causal"] < windowed_program < everywhere["causal"]
+    assert count(window=length)[0] == everywhere  # a window that hides nothing

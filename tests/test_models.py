@@ -14,7 +14,6 @@ from models_for_tests import FAST_COMPILE, TINY, batch_of, spec_of, worst
 from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.staged import Context, is_staged
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.training.state import fresh_arrays
 
 VARIANTS = {
     "llama": replace(TINY, num_kv_heads=2),
@@ -23,7 +22,7 @@ VARIANTS = {
         bias="all", tie_embeddings=True, dropout=0.1,
     ),
     "qwen2": replace(TINY, num_kv_heads=2, bias="qkv", tie_embeddings=True, rope_theta=1e6),
-    "qwen3": replace(TINY, num_kv_heads=1, qk_norm=True, head_dim=16),
+    "qwen3": replace(TINY, num_kv_heads=1, qk_norm="head", head_dim=16),
     "gemma-like": replace(TINY, activation="gelu", logit_softcap=5.0, z_loss=1e-2),
 }  # fmt: skip
 
@@ -44,7 +43,7 @@ def built(config: TransformerConfig) -> tuple:
 def model_of(config: TransformerConfig) -> Transformer:
     """Returns a fresh model (made in one program, which is faster than array by array)."""
     spec = spec_of(config)
-    build = jax.jit(lambda: fresh_arrays(spec.build, jax.random.key(0)), compiler_options=FAST_COMPILE)
+    build = jax.jit(lambda: spec.fresh(jax.random.key(0)), compiler_options=FAST_COMPILE)
     return spec.assemble(*build())
 
 
@@ -131,18 +130,21 @@ def test_rotary_frequencies_of_llama_3():
     assert kept.any() and stretched.any() and (~kept & ~stretched).any()  # all three ranges
     np.testing.assert_allclose(ours, expected, rtol=2e-6)
     np.testing.assert_allclose(rotary_frequencies(128, 500000.0), plain, rtol=2e-6)
+    linear = rotary_frequencies(128, 500000.0, factor=8.0, scaling="linear")
+    np.testing.assert_allclose(linear, plain / 8, rtol=2e-6)
 
 
-def test_rotation_turns_halves_by_position_times_frequency():
+@pytest.mark.parametrize("size", [8, 12])
+def test_rotation_turns_halves_of_the_first_dims_by_position_times_frequency(size):
     frequencies = np.asarray(rotary_frequencies(8, 100.0))
     positions = np.array([[0, 1, 5]], np.int32)
-    x = np.random.default_rng(0).normal(size=(1, 3, 2, 8)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, size)).astype(np.float32)
     cos, sin = rotary_tables(jnp.asarray(positions), jnp.asarray(frequencies))
     ours = np.asarray(rotate(jnp.asarray(x), cos, sin))
-    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(
+    turned = (x[..., :4] + 1j * x[..., 4:8]) * np.exp(
         1j * positions[:, :, None, None] * frequencies[None, None, None]
     )
-    expected = np.concatenate([turned.real, turned.imag], -1)
+    expected = np.concatenate([turned.real, turned.imag, x[..., 8:]], -1)
     np.testing.assert_allclose(ours, expected, atol=1e-6)
     assert worst(ours[:, 1:], x[:, 1:]) > 0.1
 
@@ -213,12 +215,29 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
         ({"head_dim": 7}, "rotary positions need an even size"),
         ({"positions": "learned"}, "model.max_positions: learned positions need"),
         ({"dropout": 1.0}, "model.dropout=1.0: must be in [0, 1)"),
+        ({"window": 8}, "model.window=8: model.layer_pattern=global has no local layers"),
+        ({"rope_theta_local": 1e4}, "model.rope_theta_local=10000.0: model.layer_pattern=global has no"),
+        ({"layer_pattern": ("local",)}, "model.layer_pattern=local: local layers need model.window"),
+        ({"layer_pattern": ("local", "all")}, "entries must be global or local"),
+        ({"layer_pattern": ()}, "model.layer_pattern= is empty: its entries must be global or local"),
+        ({"layer_pattern": ("local",), "window": -1}, "model.window=-1: must be >= 0"),
+        ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0: must be in (0, 1]"),
+        ({"rotary_fraction": 1.5}, "model.rotary_fraction=1.5: must be in (0, 1]"),
+        ({"rotary_fraction": 0.4}, "rotary positions need an even size, here 3"),
+        ({"embedding_scale": 0.0}, "model.embedding_scale=0.0: must be > 0"),
+        ({"attention_scale": -1.0}, "model.attention_scale=-1.0: must be >= 0"),
+        ({"attention_softcap": math.nan}, "model.attention_softcap=nan: must be >= 0"),
     ],
 )
 def test_impossible_sizes_are_faults(change, text):
     assert TINY.faults() == []
     (fault,) = replace(TINY, **change).faults()
     assert text in fault
+
+
+def test_all_faults_are_told_at_once():
+    wrong = replace(TINY, head_dim=0, dropout=2.0, rotary_fraction=-1.0, window=4, rope_theta_local=1.0)
+    assert len(wrong.faults()) == 5
 
 
 def test_the_model_is_staged_and_starts_as_configured():

@@ -27,20 +27,24 @@ def normal(rngs: nnx.Rngs, dims: tuple[int, ...], std: float, names: Names) -> n
 
 
 class Norm(nnx.Module):
-    """Root-mean-square (arXiv:1910.07467) or layer normalisation of the last dim, in float32."""
+    """Root-mean-square (arXiv:1910.07467) or layer normalisation of the last dims, in float32.
 
-    def __init__(self, size: int, *, kind: str, eps: float, name: str | None = "d_model"):
-        self.kind, self.eps = kind, eps
-        self.scale = nnx.Param(jnp.ones(size), logical=(name,))
+    Kind "rms_plus_one" keeps its scale's distance from 1, as Gemma does.
+    """
+
+    def __init__(self, *dims: int, kind: str, eps: float, names: Names = ("d_model",)):
+        self.kind, self.eps, self.rank = kind, eps, len(dims)
+        self.scale = nnx.Param(jnp.zeros(dims) if kind == "rms_plus_one" else jnp.ones(dims), logical=names)
         if kind == "layer":
-            self.bias = nnx.Param(jnp.zeros(size), logical=(name,))
+            self.bias = nnx.Param(jnp.zeros(dims), logical=names)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
+        y, axes = x.astype(jnp.float32), tuple(range(-self.rank, 0))
         if self.kind == "layer":
-            y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        y = y * lift(self.scale[...], y)
+            y = y - y.mean(axes, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + self.eps)
+        scale = lift(self.scale[...], y)
+        y = y * (scale + 1 if self.kind == "rms_plus_one" else scale)
         return (y + lift(self.bias[...], y) if self.kind == "layer" else y).astype(x.dtype)
 
 
@@ -77,56 +81,70 @@ def rotary_frequencies(
     theta: float,
     *,
     factor: float = 1.0,
+    scaling: str = "llama3",
     low: float = 1.0,
     high: float = 4.0,
     original: int = 8192,
 ) -> jax.Array:
     """Returns the angular frequencies [N/2] in radians per position (RoFormer, arXiv:2104.09864).
 
-    With factor > 1 they are stretched as Llama 3.1 does: wavelengths beyond original / low are
-    divided by `factor`, those under original / high stay, the ones between are interpolated.
+    With factor > 1 and scaling "linear" all are divided by it (arXiv:2306.15595). With "llama3" they
+    are stretched as Llama 3.1 does: those of wavelengths beyond original / low are divided by it,
+    those under original / high stay, the ones between are interpolated.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if factor == 1.0:
         return frequencies
+    if scaling == "linear":
+        return frequencies / factor
     turns = original * frequencies / (2 * math.pi)
     smooth = jnp.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (smooth + (1 - smooth) / factor)
 
 
 def rotary_tables(positions_BS: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin [B, S, 1, N/2] in float32."""
+    """Returns cos and sin [B, S, 1, R/2] in float32 for R/2 frequencies."""
     angles = positions_BS[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns x with its halves rotated (the convention of Hugging Face's Llama, not pairs).
+    """Returns x with the halves of its first R dims rotated (as in Hugging Face's Llama, not pairs).
+
+    Tables [B, S, 1, R/2] say how many turn; dims from R on stay.
 
     TPU tiles are 128 lanes wide: cutting heads of 128 in half and putting them together takes 5 % of
     a step there. A product with a signed permutation, exact in any dtype, swaps the halves instead.
     """
     if platform() == "tpu":
         return _rotate_by_product(x_BSHN, cos, sin)
-    first, second = jnp.split(x_BSHN.astype(jnp.float32), 2, axis=-1)
+    R = 2 * cos.shape[-1]
+    turning, rest = (x_BSHN, []) if R == x_BSHN.shape[-1] else (x_BSHN[..., :R], [x_BSHN[..., R:]])
+    first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BSHN.dtype)
+    rotated = rotated.astype(x_BSHN.dtype)
+    return jnp.concatenate([rotated, *rest], axis=-1) if rest else rotated
 
 
 @jax.custom_vjp
 def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
+    N, R = x_BSHN.shape[-1], 2 * cos.shape[-1]
+    cos, sin = (
+        jnp.pad(jnp.concatenate([table, table], -1), [(0, 0)] * 3 + [(0, N - R)], constant_values=still)
+        for table, still in ((cos, 1), (sin, 0))
+    )
     swapped = jnp.einsum(
-        "bshn,nm->bshm", x_BSHN, _half_turn(x_BSHN.shape[-1], x_BSHN.dtype),
+        "bshn,nm->bshm", x_BSHN, _half_turn(N, R, x_BSHN.dtype),
         precision=jax.lax.Precision.HIGHEST, preferred_element_type=x_BSHN.dtype,
     )  # fmt: skip
     return (x_BSHN.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x_BSHN.dtype)
 
 
-def _half_turn(size: int, dtype) -> jax.Array:
-    """Returns the matrix of (first, second) -> (-second, first)."""
-    zero, one = jnp.zeros((size // 2, size // 2), dtype), jnp.eye(size // 2, dtype=dtype)
-    return jnp.block([[zero, one], [-one, zero]])
+def _half_turn(size: int, turning: int, dtype) -> jax.Array:
+    """Returns the matrix [size, size] of (first, second, rest) -> (-second, first, 0)."""
+    half = turning // 2
+    zero, one = jnp.zeros((half, half), dtype), jnp.eye(half, dtype=dtype)
+    return jnp.pad(jnp.block([[zero, one], [-one, zero]]), (0, size - turning))
 
 
 # The transpose of a rotation is the one by minus the angle: exact where autodiff's product is not,

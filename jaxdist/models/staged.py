@@ -2,18 +2,24 @@
 
 A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are stacked, made by
 `stack`; called as `block(x, context) -> (x, aux)`) and `head(x, batch) -> Loss`. Optional are
-`prepare(batch) -> dict`, values that every block reads, computed once (rotary tables). Written so,
-a model can be scanned, rematerialised block by block and pipelined without a change.
+`prepare(batch) -> dict`, values that every block reads, computed once (rotary tables), and
+`blocks.layer_pattern`, names of kinds of layers that repeat over the depth, ("local", "global") say:
+all have the same parameters, and a block reads its own kind, a Python string, in `context.kind`.
+Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxdist.config import ConfigError
 
 Batch = Mapping[str, jax.Array]
 
@@ -22,7 +28,7 @@ class Loss(NamedTuple):
     """Sums over the batch; the objective is (sum + all aux) / global count.
 
     sum: nats over weighted targets. count: their weight, from the batch alone. aux: named sums
-    under the same divisor. stats: named sums, for models with running state (not used yet).
+    under the same divisor. stats: named sums, handed once a step to the model's `update(stats)`.
     """
 
     sum: jax.Array
@@ -31,17 +37,22 @@ class Loss(NamedTuple):
     stats: dict[str, jax.Array] = {}
 
 
-class Context(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
     """What a block may read beside its input."""
 
     key: jax.Array | None  # the step's key; None: deterministic
     layer: jax.Array  # int32, global layer number
     fields: dict[str, jax.Array]  # the batch's integer fields and what `prepare` made
+    kind: str = field(default="", metadata={"static": True})  # of the layer, from `blocks.layer_pattern`
 
 
 def is_staged(model: nnx.Module) -> bool:
-    """Returns whether the model has embed, blocks and head."""
-    return all(hasattr(model, name) for name in ("embed", "blocks", "head"))
+    """Returns whether the model has a stack `blocks`, and methods (not layers) embed and head."""
+    methods = all(inspect.isfunction(getattr(type(model), name, None)) for name in ("embed", "head"))
+    blocks = getattr(model, "blocks", None)
+    return methods and isinstance(blocks, nnx.Module) and not isinstance(blocks, (nnx.List, nnx.Sequential))
 
 
 def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -63,27 +74,98 @@ def run_blocks(
     transform: Callable[[Block], Block] = lambda block: block,
     *,
     first: int | jax.Array = 0,
+    pattern: tuple[str, ...] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the stack applied to x by a scan, and the sums of the blocks' aux terms.
 
     Args:
       transform: wraps `block(parameters of one layer, x, context)`, for rematerialisation.
       first: global number of the first layer, where the stack is a part of the model's.
+      pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graph, state = nnx.split(blocks)
-    depth = jax.tree.leaves(state)[0].shape[0]
 
     def apply(parameters, x, context):
-        return nnx.merge(graph, parameters)(x, context)
+        block, before = nnx.merge(graph, parameters), _own_state(parameters)
+        given = block(x, context)
+        if before:
+            _refuse_changes(before, _own_state(nnx.state(block)))
+        return given
 
     block = transform(apply)
 
-    def one_layer(x, item):
-        layer, parameters = item
-        return block(parameters, x, Context(key, layer, fields))
+    def one_layer(x, layer, parameters, kind):
+        return block(parameters, x, Context(key, layer, fields, kind))
 
-    x, aux = jax.lax.scan(one_layer, x, (first + jnp.arange(depth), state))
+    x, aux = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
     return x, jax.tree.map(lambda terms: terms.sum(0), aux)
+
+
+def _own_state(state: nnx.State) -> dict[str, jax.Array]:
+    """Returns path -> value of variables that are neither parameters nor random streams."""
+    others = (nnx.Param, nnx.RngState)
+    return {
+        "/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)
+        if isinstance(v, nnx.Variable) and not isinstance(v, others)
+    }  # fmt: skip
+
+
+def _refuse_changes(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> None:
+    """Raises ConfigError if a block has changed state of its own, which nobody would see."""
+    for path, value in before.items():
+        if after[path] is not value:
+            raise ConfigError(
+                f"blocks/{path}: a block changes its own state, and a stack of blocks does not keep that; "
+                f"return sums in the head's `stats` and change it in update(self, stats)"
+            )
+
+
+def pattern_of(blocks: Any) -> tuple[str, ...]:
+    """Returns the kinds of layers that repeat over a stack's depth; one without a name by default."""
+    return getattr(blocks, "layer_pattern", ("",))
+
+
+def scan_layers(
+    body: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    state: Any,
+    pattern: tuple[str, ...],
+    *,
+    first: int | jax.Array = 0,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """Returns the last carry and what the layers gave, stacked: `jax.lax.scan` where layers differ.
+
+    A layer's kind is static in the body. So a pattern of several kinds is a scan over groups of
+    layers, and one over the group of those beyond whole groups.
+
+    Args:
+      body: (carry, layer number, its parameters, its kind) -> (carry, what it gives).
+      state: parameters, and what else each layer has, [L, ...].
+      first: number of the first layer.
+    """
+    depth, period = jax.tree.leaves(state)[0].shape[0], len(pattern)
+    items = (first + jnp.arange(depth), state)
+    if period == 1:
+        return jax.lax.scan(lambda carry, item: body(carry, *item, *pattern), carry, items, reverse=reverse)
+    turn = -1 if reverse else 1
+
+    def one_group(carry, items):
+        leaves, structure = jax.tree.flatten(items)
+        layers = [jax.tree.unflatten(structure, each) for each in zip(*map(jnp.unstack, leaves), strict=True)]
+        given = []
+        for item, kind in list(zip(layers, pattern, strict=False))[::turn]:
+            carry, out = body(carry, *item, kind)
+            given.append(out)
+        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *given[::turn])
+
+    whole, given = depth - depth % period, []
+    for start, stop, size in [(0, whole, period), (whole, depth, depth - whole)][::turn]:
+        if start < stop:
+            part = jax.tree.map(lambda x: x[start:stop].reshape(-1, size, *x.shape[1:]), items)  # noqa: B023
+            carry, out = jax.lax.scan(one_group, carry, part, reverse=reverse)
+            given.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *given[::turn])
 
 
 def staged_loss(
@@ -102,14 +184,39 @@ def staged_loss(
 def as_loss(value: Any, batch: Batch) -> Loss:
     """Returns what a model's `loss` gave as a Loss of float32 sums.
 
-    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), or a scalar mean over the
-    batch's samples, whose count is then the number of samples.
+    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these names, or a
+    scalar mean over the batch's samples, whose count is then the number of samples.
+
+    Raises:
+      ConfigError: it is none of them.
     """
-    if not isinstance(value, tuple):
+    sums = None
+    if isinstance(value, Mapping) and {"sum", "count"} <= set(value) <= set(Loss._fields):
+        sums = Loss(**value)
+    elif isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
+        sums = Loss(*value)
+    elif _is_scalar(value):
         samples = next(iter(batch.values())).shape[0]
-        value = (jnp.float32(value) * samples, jnp.float32(samples))
-    sums = Loss(*value)
+        sums = Loss(jnp.float32(value) * samples, jnp.float32(samples))
+    if sums is None or not (isinstance(sums.aux, Mapping) and isinstance(sums.stats, Mapping)):
+        raise _unfit(value)
+    if not all(_is_scalar(x) for x in (sums.sum, sums.count, *sums.aux.values())):
+        raise _unfit(value)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, (int, float)) or (hasattr(x, "ndim") and x.ndim == 0)
+
+
+def _unfit(value: Any) -> ConfigError:
+    shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else x, value)
+    given = str(shown).replace("'", "")
+    return ConfigError(
+        f"loss (or head) returned {given}; required: a scalar mean, or a tuple (sum, count[, aux[, stats]]): "
+        f"the scalar sum, how many it sums, a dict of further scalar sums of the objective, and one of sums "
+        f"for update(self, stats)"
+    )
 
 
 def shared_fields(model: Any, batch: Batch) -> dict[str, jax.Array]:

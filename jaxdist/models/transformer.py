@@ -1,13 +1,11 @@
-"""One decoder-only transformer whose values give GPT-2, Llama 2/3 and Qwen-style models.
+"""One decoder-only transformer whose values give GPT-2, Llama, Mistral, Qwen, Gemma, Phi and OLMo.
 
 Single-device code: dims have logical names, no mesh axis is mentioned. Letters: see `layers`.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,82 +28,19 @@ from jaxdist.models.staged import (
     Batch,
     Context,
     Loss,
+    pattern_of,
     run_blocks,
+    scan_layers,
     shared_fields,
     stack,
     staged_loss,
 )
+from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.projection import project
 from jaxdist.sharding import shard
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Sizes and variants; the defaults are Llama's."""
-
-    vocab_size: int = 256  # tokens, >= 2
-    num_layers: int = 4  # blocks, >= 1
-    d_model: int = 128  # width of the residual stream
-    d_ff: int = 384  # width inside the feed-forward part
-    num_heads: int = 4  # query heads
-    num_kv_heads: int = 4  # key and value heads, divides num_heads
-    head_dim: int = 32  # size of a head, even with rotary positions
-    positions: Literal["rotary", "learned"] = "rotary"  # how a token knows its place
-    max_positions: int = 0  # rows of the learned table = longest sequence; unused with rotary
-    rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_factor: float = 1.0  # Llama-3 stretch of long wavelengths; 1 = none
-    rope_low_factor: float = 1.0  # turns within the original length below which all is stretched
-    rope_high_factor: float = 4.0  # turns above which nothing is
-    rope_original_positions: int = 8192  # sequence length before the stretch
-    norm: Literal["rms", "layer"] = "rms"  # normalisation
-    norm_eps: float = 1e-5  # added to the mean square
-    activation: Literal["silu", "gelu", "gelu_exact", "relu"] = "silu"  # of the feed-forward part
-    gated: bool = True  # activation(gate) * up (SwiGLU with silu), or activation(up)
-    bias: Literal["none", "qkv", "all"] = "none"  # Qwen 2: qkv; GPT-2: all
-    qk_norm: bool = False  # normalise each query and key head (Qwen 3)
-    tie_embeddings: bool = False  # the head is the embedding table
-    dropout: float = 0.0  # share dropped of what attention and feed-forward add, [0, 1)
-    z_loss: float = 0.0  # weight of log(Z)^2, e.g. 1e-4
-    logit_softcap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
-    loss_chunk: int = 1024  # tokens per device scored at once; 0 = all
-    init_std: float = 0.02  # of embeddings and kernels
-    zero_init_outputs: bool = False  # blocks start as identity: attention and mlp outputs at 0
-
-    def faults(self) -> list[str]:
-        """Returns what is wrong with the values, each with its cure."""
-        sizes = (
-            "vocab_size",
-            "num_layers",
-            "d_model",
-            "d_ff",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        )
-        found = [
-            f"model.{name}={getattr(self, name)}: must be >= 1" for name in sizes if getattr(self, name) < 1
-        ]
-        if not found and self.num_heads % self.num_kv_heads:
-            found.append(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide "
-                f"model.num_heads={self.num_heads}; set it to a divisor"
-            )
-        if self.positions == "rotary" and self.head_dim % 2:
-            found.append(f"model.head_dim={self.head_dim}: rotary positions need an even size")
-        if self.positions == "learned" and self.max_positions < 1:
-            found.append("model.max_positions: learned positions need the longest sequence, >= 1")
-        if not 0 <= self.dropout < 1:
-            found.append(f"model.dropout={self.dropout}: must be in [0, 1)")
-        for name in ("z_loss", "logit_softcap", "loss_chunk", "init_std"):
-            if not 0 <= getattr(self, name) < math.inf:
-                found.append(f"model.{name}={getattr(self, name)}: must be >= 0")
-        for name in ("rope_theta", "rope_factor", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                found.append(f"model.{name}={getattr(self, name)}: must be > 0")
-        return found
 
 
 class Cache(NamedTuple):
@@ -126,26 +61,26 @@ class Attention(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         c, std = config, config.init_std
         heads, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
-        self.qk_norm, self.rotary = c.qk_norm, c.positions == "rotary"
+        self.config = config
         self.query = normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
         self.key = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.value = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.out = normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
-        self.qkv_bias, self.out_bias_on = c.bias != "none", c.bias == "all"
-        if self.qkv_bias:
+        if c.bias != "none":
             self.query_bias = nnx.Param(jnp.zeros(heads), logical=("heads", "head_dim"))
             self.key_bias = nnx.Param(jnp.zeros(kv), logical=("kv_heads", "head_dim"))
             self.value_bias = nnx.Param(jnp.zeros(kv), logical=("kv_heads", "head_dim"))
-        if self.out_bias_on:
+        if c.bias in ("attention", "all"):
             self.out_bias = nnx.Param(jnp.zeros(c.d_model), logical=("d_model",))
-        if c.qk_norm:
-            self.query_norm = Norm(c.head_dim, kind="rms", eps=c.norm_eps, name="head_dim")
-            self.key_norm = Norm(c.head_dim, kind="rms", eps=c.norm_eps, name="head_dim")
+        if c.qk_norm != "none":
+            self.query_norm = _head_norm(c, *heads, "heads")
+            self.key_norm = _head_norm(c, *kv, "kv_heads")
 
-    def heads(self, x_BSD: jax.Array, fields: dict) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [B, S, H, N] and k, v [B, S, K, N], normalised and rotated."""
+        c = self.config
         q, k, v = project(x_BSD, self.query, self.key, self.value)
-        if self.qkv_bias:
+        if c.bias != "none":
             q, k, v = (
                 biased(y, bias)
                 for y, bias in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
@@ -153,21 +88,30 @@ class Attention(nnx.Module):
         q = named(q, "query", "batch", "sequence", "heads", None)
         k = named(k, "key", "batch", "sequence", "kv_heads", None)
         v = named(v, "value", "batch", "sequence", "kv_heads", None)
-        if self.qk_norm:
+        if c.qk_norm != "none":
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary:
-            q, k = (rotate(y, fields["rotary_cos"], fields["rotary_sin"]) for y in (q, k))
+        if c.positions == "rotary":
+            own = "_local" if context.kind == "local" and c.rope_theta_local else ""
+            cos, sin = (context.fields[f"rotary_{table}{own}"] for table in ("cos", "sin"))
+            q, k = (rotate(y, cos, sin) for y in (q, k))
         return q, k, v
+
+    def options(self, context: Context) -> dict[str, Any]:
+        """Returns what shapes this layer's attention: scale, soft cap and window, None as usual."""
+        c = self.config
+        window = c.window if context.kind == "local" else None
+        return {"scale": c.attention_scale or None, "softcap": c.attention_softcap or None, "window": window}
 
     def merge(self, mixed_BSHN: jax.Array) -> jax.Array:
         """Returns the heads' outputs put together, [B, S, D]."""
         (y,) = project(mixed_BSHN, self.out, contract=2)
-        y = biased(y, self.out_bias) if self.out_bias_on else y
+        y = biased(y, self.out_bias) if self.config.bias in ("attention", "all") else y
         return named(y, "attention_projection", "batch", "residual", None)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
-        q, k, v = self.heads(x_BSD, context.fields)
-        return self.merge(attention(q, k, v, segment_ids_BS=context.fields.get("segment_ids")))
+        segment_ids = context.fields.get("segment_ids")
+        mixed = attention(*self.heads(x_BSD, context), segment_ids_BS=segment_ids, **self.options(context))
+        return self.merge(mixed)
 
 
 class FeedForward(nnx.Module):
@@ -197,34 +141,47 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norms behind the parts, or both."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.dropout = config.dropout
-        self.attention_norm = Norm(config.d_model, kind=config.norm, eps=config.norm_eps)
+        c = config
+        self.dropout, self.position, self.layer_pattern = c.dropout, c.norm_position, c.layer_pattern
+        if c.norm_position != "post":
+            self.attention_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.mlp_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+        if c.norm_position != "pre":
+            self.attention_post_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.mlp_post_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = Norm(config.d_model, kind=config.norm, eps=config.norm_eps)
         self.mlp = FeedForward(config, rngs)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        mixed = self.attention(self._entering(self.attention_norm(x_BSD)), context)
-        return self.feed_forward(x_BSD + dropout(mixed, self.dropout, context, 1), context), {}
+        mixed = self.attention(self._entering("attention", x_BSD), context)
+        return self._rest(x_BSD, mixed, context), {}
 
-    def feed_forward(self, x_BSD: jax.Array, context: Context) -> jax.Array:
-        y = self.mlp(self._entering(self.mlp_norm(x_BSD)))
-        return residual(x_BSD + dropout(y, self.dropout, context, 2))
+    def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: Context) -> jax.Array:
+        """Returns the layer's output from what its attention gave."""
+        x_BSD = x_BSD + dropout(self._leaving("attention", mixed_BSD), self.dropout, context, 1)
+        y = self.mlp(self._entering("mlp", x_BSD))
+        return residual(x_BSD + dropout(self._leaving("mlp", y), self.dropout, context, 2))
 
-    def _entering(self, x_BSD: jax.Array) -> jax.Array:
+    def _entering(self, part: str, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = x_BSD if self.position == "post" else getattr(self, f"{part}_norm")(x_BSD)
         return shard(x_BSD, "batch", "sequence", None)
+
+    def _leaving(self, part: str, y_BSD: jax.Array) -> jax.Array:
+        return y_BSD if self.position == "pre" else getattr(self, f"{part}_post_norm")(y_BSD)
 
     def decode(self, x_BTD: jax.Array, cache: Cache, context: Context):
         """Returns the output for T new tokens, and the cache with this layer's part of them."""
-        q, k, v = self.attention.heads(self.attention_norm(x_BTD), context.fields)
+        q, k, v = self.attention.heads(self._entering("attention", x_BTD), context)
         positions = context.fields["positions"]
         keys = _written(cache.keys, k, context.layer, positions)
         values = _written(cache.values, v, context.layer, positions)
-        mixed = cached_attention(q, keys[context.layer], values[context.layer], positions)
-        x_BTD = self.feed_forward(x_BTD + self.attention.merge(mixed), context)
+        mixed = cached_attention(
+            q, keys[context.layer], values[context.layer], positions, **self.attention.options(context)
+        )
+        x_BTD = self._rest(x_BTD, self.attention.merge(mixed), context)
         return x_BTD, cache._replace(keys=keys, values=values)
 
 
@@ -254,20 +211,23 @@ class Transformer(nnx.Module):
         c = self.config
         if c.positions != "rotary":
             return {}
-        frequencies = rotary_frequencies(
-            c.head_dim,
-            c.rope_theta,
-            factor=c.rope_factor,
-            low=c.rope_low_factor,
-            high=c.rope_high_factor,
-            original=c.rope_original_positions,
-        )
-        cos, sin = rotary_tables(batch["positions"], frequencies)
-        return {"rotary_cos": cos, "rotary_sin": sin}
+
+        def tables(theta: float, end: str = "", **stretch) -> dict[str, jax.Array]:
+            frequencies = rotary_frequencies(c.rotary_dims, theta, **stretch)
+            cos, sin = rotary_tables(batch["positions"], frequencies)
+            return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
+
+        found = tables(
+            c.rope_theta, factor=c.rope_factor, scaling=c.rope_scaling, low=c.rope_low_factor,
+            high=c.rope_high_factor, original=c.rope_original_positions,
+        )  # fmt: skip
+        return found | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
 
     def embed(self, batch: Batch) -> jax.Array:
         """Returns [B, S, D] in the compute dtype."""
         x = embed(self.embedding, batch["tokens"])
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":
             x = x + embed(self.position_embedding, batch["positions"])
         return residual(x)
@@ -323,13 +283,12 @@ class Transformer(nnx.Module):
         fields = shared_fields(self, batch)
         graph, state = nnx.split(self.blocks)
 
-        def one_layer(carry, item):
-            layer, parameters = item
+        def one_layer(carry, layer, parameters, kind):
             block: Any = nnx.merge(graph, parameters)
-            return block.decode(*carry, Context(None, layer, fields)), None
+            return block.decode(*carry, Context(None, layer, fields, kind)), None
 
-        layers = (jnp.arange(self.config.num_layers), state)
-        (x, cache), _ = jax.lax.scan(one_layer, (self.embed(batch), cache), layers)
+        start = (self.embed(batch), cache)
+        (x, cache), _ = scan_layers(one_layer, start, state, pattern_of(self.blocks))
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
 
 
@@ -357,3 +316,11 @@ def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
 def _output_std(config: TransformerConfig) -> float:
     """Returns the scale of projections into the residual stream (GPT-2: shrunk by depth)."""
     return 0.0 if config.zero_init_outputs else config.init_std / (2 * config.num_layers) ** 0.5
+
+
+def _head_norm(config: TransformerConfig, heads: int, size: int, name: str) -> Norm:
+    """Returns the norm of queries or keys: of each head, or of all heads at once."""
+    kind = "rms_plus_one" if config.norm == "rms_plus_one" else "rms"
+    if config.qk_norm == "head":
+        return Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))
+    return Norm(heads, size, kind=kind, eps=config.norm_eps, names=(name, "head_dim"))

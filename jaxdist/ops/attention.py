@@ -67,7 +67,8 @@ def attention(
       ValueError: heads that don't group, an unknown implementation, a window without causal.
     """
     _check(q_BSHN, k_BSKN, v_BSKN, causal, window, implementation)
-    head_size = q_BSHN.shape[-1]
+    length, head_size = q_BSHN.shape[1], q_BSHN.shape[-1]
+    window = window if window and window < length else None  # kernels without a window do less
     options = _Options(scale or head_size**-0.5, causal, softcap, window)
     if implementation == "auto":
         implementation = _implementation(q_BSHN, options)
@@ -184,11 +185,14 @@ def _cudnn_refusal(q_BSHN: jax.Array, options: _Options) -> str | None:
 
 def _cudnn(q, k, v, segment_ids, *, options: _Options) -> jax.Array:
     # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias, H times less
-    # than logits. The causal flag still skips the blocks above the diagonal.
-    mask = None
+    # than logits. The causal flag still skips the blocks above the diagonal. Before 9.10.2 a window
+    # and a bias exclude each other (cudnn_frontend's checks), so the bias then has the window too.
+    mask, window = None, None if options.window is None else (options.window - 1, 0)
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    window = None if options.window is None else (options.window - 1, 0)
+    if mask is not None and options.window is not None:
+        place = jnp.arange(q.shape[1])
+        mask, window = mask & (place[:, None] - place < options.window)[None, None], None
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=options.scale, is_causal=options.causal,
         local_window_size=window, implementation="cudnn",

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +32,47 @@ from jaxdist.mesh import BATCH_AXES
 Names = tuple[str | None, ...]
 
 
-def project(x: jax.Array, *kernels: nnx.Variable, contract: int = 1) -> tuple[jax.Array, ...]:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """A kernel that gets no gradient, in the form that it is stored in."""
+
+    parts: tuple[jax.Array, ...]
+    names: tuple[Names, ...] = field(metadata={"static": True})  # of the parts' dims
+    restored: Callable[..., jax.Array] = field(default=jnp.asarray, metadata={"static": True})
+
+    def gathered(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the kernel as it is computed with; its parts cross devices as they are stored."""
+        if len(self.parts) == 1:
+            return sharding.gather(self.parts[0], self.names[0], dtype)
+        parts = [sharding.gather(x, n, x.dtype) for x, n in zip(self.parts, self.names, strict=True)]
+        return self.restored(*parts).astype(dtype)
+
+
+def project(x: jax.Array, *kernels: Any, contract: int = 1) -> tuple[jax.Array, ...]:
     """Returns the product of `x` with each kernel, in the dtype of `x`.
 
     Args:
       x: [..., *K], its last `contract` dims are summed over.
-      kernels: parameters [*K, *out], with their logical names as metadata.
+      kernels: parameters [*K, *out], with their logical names as metadata; or modules that stand for
+        one (`adapters.Adapted`): `frozen() -> Frozen`, and `added(y, x)`, what becomes of the product.
       contract: number of dims summed over.
     """
     names = tuple(getattr(kernel, "logical", ()) for kernel in kernels)
-    return _project(x, tuple(kernel[...] for kernel in kernels), names, contract)
+    adapted = [isinstance(kernel, nnx.Module) for kernel in kernels]
+    stored = tuple(kernel.frozen() if a else kernel[...] for kernel, a in zip(kernels, adapted, strict=True))
+    products = zip(kernels, _project(x, stored, names, contract), adapted, strict=True)
+    return tuple(kernel.added(y, x) if a else y for kernel, y, a in products)
+
+
+def project_lightly(x: jax.Array, kernel: nnx.Variable) -> jax.Array:
+    """Returns x [..., K] times a kernel [K, *out] that is cheaper to apply again than to keep.
+
+    It is a batch of one product: `remat.policy=dots` keeps only products without a batch.
+    """
+    names = (getattr(kernel, "logical", ()),)
+    (y,) = jax.vmap(lambda x, kernel: _project(x, (kernel,), names, 1))(x[None], kernel[...][None])
+    return y[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -55,8 +88,11 @@ def _forward(x, kernels, names, contract):
 def _backward(names, contract, residuals, cotangents):
     x, kernels = residuals
     gathered = _gathered(kernels, names, x.dtype)
-    gradients = []
+    gradients: list[jax.Array | None] = []
     for kernel, name, dy in zip(kernels, names, cotangents, strict=True):
+        if isinstance(kernel, Frozen):
+            gradients.append(None)
+            continue
         gradient = _kernel_gradient(x, dy, kernel, name, contract)
         if _as_they_are() and sharding.axis_size("tensor") == 1:
             # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
@@ -70,7 +106,10 @@ _project.defvjp(_forward, _backward)
 
 
 def _gathered(kernels, names, dtype) -> list[jax.Array]:
-    return [sharding.gather(kernel, name, dtype) for kernel, name in zip(kernels, names, strict=True)]
+    return [
+        kernel.gathered(dtype) if isinstance(kernel, Frozen) else sharding.gather(kernel, name, dtype)
+        for kernel, name in zip(kernels, names, strict=True)
+    ]
 
 
 def _product(x, kernel, contract: int):
