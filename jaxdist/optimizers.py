@@ -12,23 +12,23 @@ A stack is always treated as that many separate parameters.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from optax import contrib
 
+from jaxdist import trees
 from jaxdist.config import ConfigError, suggest
 
 Names = Sequence[str | None]
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate
-OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon"]
+OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]  # given: to jaxdist.fit
 ScheduleName = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
 Scaling = Literal["none", "sqrt", "linear"]
 MomentumDtype = Literal["float32", "bfloat16"]
@@ -57,6 +57,8 @@ class OptimizerConfig:
     other_learning_rate_ratio: float = 0.3  # muon: Adam's learning rate as a multiple; > 0
     muon_update_rms: float = 0.0  # muon: 0 = sqrt(max(1, out/in)); 0.2 = AdamW-like RMS; >= 0
     clip_norm: float = 1.0  # largest global gradient norm (in the train step); 0 = off; >= 0
+    frozen: tuple[str, ...] = ()  # regexes of parameters that are not trained, e.g. "^embedding"
+    groups: tuple[tuple[str, float, float | None], ...] = ()  # (regex, rate multiple, weight decay); 1st wins
     nonfinite_limit: int = 10  # consecutive non-finite steps skipped before the run stops; >= 0
 
 
@@ -91,12 +93,27 @@ def faults(config: OptimizerConfig, train_steps: int | None = None) -> list[str]
             value = getattr(config, field)
             if value is not None and not legal(value):
                 found.append(f"optimizer.{field} = {value}: must be {rule}.")
+    found += _pattern_faults(config)
     end = train_steps if config.decay_steps is None else config.decay_steps
     name = "train.steps" if config.decay_steps is None else "optimizer.decay_steps"
     if end is not None and config.warmup_steps > end:
         rule = f"must be <= {name} = {end}; lower it or raise {name}."
         found.append(f"optimizer.warmup_steps = {config.warmup_steps}: {rule}")
     return found
+
+
+def _pattern_faults(config: OptimizerConfig) -> Iterator[str]:
+    for pattern, field in [(p, "frozen") for p in config.frozen] + [(g[0], "groups") for g in config.groups]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"optimizer.{field}: {pattern!r} is no regular expression ({error})"
+    for pattern, rate, decay in config.groups:
+        if not (0 <= rate < math.inf and 0 <= (decay or 0) < math.inf):
+            yield (
+                f"optimizer.groups: ({pattern!r}, {rate}, {decay}): learning-rate multiple and weight decay "
+                f"must be >= 0; None leaves the weight decay as it is"
+            )
 
 
 # ---------------------------------------------------------------------------------- schedules
@@ -190,8 +207,8 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
     head_dim count as one dim. With fewer than two dims left it is a vector (norm scale, bias);
     vocab or positions make an embedding, or a head if vocab comes last; anything else is a
     matrix from all dims but the last to the last (kernels are stored inputs first). Without
-    names, a parameter under `blocks` has one stack dim, a path with "embed" is an embedding, and
-    the last two dims are the matrix.
+    names, a parameter under `blocks`, if that is no list, has one stack dim, a path with "embed" is
+    an embedding, and the last two dims are the matrix.
 
     Args:
       path: keys from the root of the parameters.
@@ -203,7 +220,8 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
             given = f"{'/'.join(path)}: logical names {tuple(names)} for shape {tuple(shape)}"
             raise ValueError(f"{given}; give at most one name per dim.")
         return _role_from_names(tuple(names))
-    rank = len(shape) - (1 if path and path[0] == "blocks" else 0)
+    stacked = bool(path) and path[0] == "blocks" and not any(key.isdigit() for key in path)
+    rank = len(shape) - stacked
     if rank < 2:
         return Role("vector", max(rank, 0))
     if any("embed" in key.lower() for key in path):
@@ -233,7 +251,7 @@ def _role_from_names(names: tuple[str | None, ...]) -> Role:
 def roles(abstract_params: optax.Params, logical_names: optax.Params) -> optax.Params:
     """Returns the tree of `Role`s. `logical_names` has a tuple (or None) for each parameter."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, names: role_of([key.key for key in path], leaf.shape, names),
+        lambda path, leaf, names: role_of([str(key.key) for key in path], leaf.shape, names),
         abstract_params,
         logical_names,
     )
@@ -266,14 +284,19 @@ def build_optimizer(
       logical_names: nested dict of tuples, the names of the trailing dims.
 
     Raises:
-      ConfigError: a value of `config` is out of range.
+      ConfigError: a value of `config` is out of range, or a group has no parameter.
     """
-    if found := faults(config):
+    found = faults(config)
+    if config.name == "given":
+        found.append("optimizer.name = given is written by jaxdist.fit; only there an optimizer is given.")
+    if found:
         raise ConfigError(found)
     param_roles = roles(abstract_params, logical_names)
     parts = [_DIRECTIONS[config.name](config, param_roles)]
-    if config.weight_decay:
-        mask = decay_mask(config, param_roles)
+    mask = decay_mask(config, param_roles)
+    if config.groups:
+        parts.append(_by_group(config, mask))
+    elif config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask))
     if config.name == "muon":
         others = jax.tree.map(lambda role: role.kind != "matrix", param_roles)
@@ -347,6 +370,41 @@ def _muon(config: OptimizerConfig, param_roles: optax.Params) -> optax.GradientT
     )
 
 
+def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTransformation:
+    """Returns weight decay, then a factor of the learning rate, each as a parameter's group has it."""
+    paths = trees.flatten_names(mask)
+    if found := group_faults(config, paths):
+        raise ConfigError(found)
+    group = _groups_of(config, paths)
+
+    def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
+        number = group.get(trees.join(path))
+        rate, decay = (1.0, None) if number is None else config.groups[number][1:]
+        decay = config.weight_decay * decays if decay is None else decay
+        return rate * (update + decay * param)
+
+    return optax.stateless(
+        lambda updates, params: jax.tree_util.tree_map_with_path(leaf, updates, params, mask)
+    )
+
+
+def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
+    """Returns the groups that have none of the trained parameters with these paths."""
+    found = _groups_of(config, paths).values()
+    return [
+        f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
+        f"{', '.join(list(paths)[:8])}"
+        for number, (pattern, *_) in enumerate(config.groups) if number not in found
+    ]  # fmt: skip
+
+
+def _groups_of(config: OptimizerConfig, paths: Collection[str]) -> dict[str, int]:
+    """Returns path -> number of its group, for parameters that are in one: the first that finds them."""
+    rules = list(enumerate(config.groups))
+    matches = {path: [n for n, (pattern, *_) in rules if re.search(pattern, path)] for path in paths}
+    return {path: numbers[0] for path, numbers in matches.items() if numbers}
+
+
 _Direction = Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]
 _DIRECTIONS: dict[str, _Direction] = {
     "adamw": _adam,
@@ -389,61 +447,3 @@ def _in_float32(transform: optax.GradientTransformation) -> optax.GradientTransf
         return transform.update(cast(updates), state, cast(params))
 
     return optax.GradientTransformation(init, update)
-
-
-# ----------------------------------------------------------------------------- state sharding
-
-
-def state_specs(
-    abstract_opt_state: optax.OptState,
-    abstract_params: optax.Params,
-    param_specs: optax.Params,
-    default: PartitionSpec | None = None,
-) -> optax.OptState:
-    """Returns a PartitionSpec for each leaf of an optimizer state.
-
-    A leaf whose path ends in a parameter's path belongs to that parameter: with its shape it gets
-    its spec, with one dim dropped (Adafactor's v_row, v_col) the spec without that dim. All other
-    leaves (counters, coefficients, placeholders) get `default`.
-
-    Args:
-      abstract_opt_state: `jax.eval_shape(optimizer.init, abstract_params)`, or arrays.
-      abstract_params: nested dict.
-      param_specs: same structure; with ZeRO 1 or 2 the specs that moments shall have.
-      default: PartitionSpec() (replicated) if None.
-    """
-    fallback = PartitionSpec() if default is None else default
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params)
-    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
-
-    def spec_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        # The longest suffix first: a parameter's path may end in another parameter's path.
-        for start in range(len(path)):
-            if path[start:] in owners:
-                field = getattr(path[start - 1], "name", "") if start else ""
-                return _leaf_spec(leaf.shape, field, *owners[path[start:]], fallback)
-        return fallback
-
-    return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
-
-
-def _leaf_spec(
-    shape: tuple[int, ...],
-    field: str,
-    param_shape: tuple[int, ...],
-    spec: PartitionSpec,
-    default: PartitionSpec,
-) -> PartitionSpec:
-    """Returns the spec of a state leaf that belongs to a parameter."""
-    if shape == param_shape:
-        return spec
-    if field not in ("v_row", "v_col") or len(shape) != len(param_shape) - 1:
-        return default
-    # As in optax's `_factored_dims`: v_row has lost the largest dim, v_col the second largest.
-    # Only this tells them apart in square matrices.
-    dropped = int(np.argsort(param_shape)[-1 if field == "v_row" else -2])
-    if shape != param_shape[:dropped] + param_shape[dropped + 1 :]:
-        return default
-    entries = tuple(spec) + (None,) * (len(param_shape) - len(spec))
-    return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])

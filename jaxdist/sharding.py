@@ -135,9 +135,11 @@ class Rules:
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
         """Returns why a parameter is not split further ("" if it is split by all it can)."""
+        sizes, named = self.shape.sizes, any(names)
         names = _padded(names, dims)
         reasons = []
-        sizes = self.shape.sizes
+        if sizes["fsdp"] * sizes["tensor"] > 1 and len(_own_dims(names, dims)) > 1 and not named:
+            reasons.append("no names: fsdp takes the largest dim that divides, tensor none")
         for name, dim in zip(names, dims, strict=True):
             if name == "kv_heads" and sizes["tensor"] > 1 and dim % sizes["tensor"]:
                 reasons.append(f"{dim} kv heads < tensor {sizes['tensor']}: copied")

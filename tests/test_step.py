@@ -23,7 +23,6 @@ from models_for_tests import (
     worst,
 )
 
-from jaxdist.config import ConfigError
 from jaxdist.models.staged import Loss, as_loss
 from jaxdist.optimizers import OptimizerConfig, build_schedule
 from jaxdist.training.state import describe
@@ -184,13 +183,3 @@ def test_losses_in_every_accepted_form():
     assert (float(pair.sum), float(pair.count), pair.aux) == (6.0, 3.0, {})
     full = as_loss(Loss(1.0, 2.0, {"balance": 3.0}, {"load": 4.0}), batch)
     assert full.aux["balance"].dtype == jnp.float32 and float(full.stats["load"]) == 4.0
-
-
-def test_state_that_is_no_parameter_is_refused_by_name():
-    class Normalised(nnx.Module):
-        def __init__(self, *, rngs: nnx.Rngs):
-            self.kernel = nnx.Param(jnp.ones((2, 2)))
-            self.mean = nnx.BatchStat(jnp.zeros(2))
-
-    with pytest.raises(ConfigError, match="BatchStat"):
-        describe(lambda rngs: Normalised(rngs=rngs))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flax import nnx
@@ -14,19 +20,30 @@ from jaxdist.config import ConfigError, suggest
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
 
 
+class Given(nnx.Module):
+    """Stands in a config for a model that was given to `jaxdist.fit`: only there it can be made."""
+
+    def __init__(self, name: str, *, rngs: nnx.Rngs):
+        raise ConfigError(
+            f"the model {name} was given to jaxdist.fit: use what fit returns, or call it again"
+        )
+
+
 def find_model(target: str) -> type[nnx.Module]:
-    """Returns the class that `package.module:Class` names.
+    """Returns the class that `package.module:Class` or `path/of/file.py:Class` names.
 
     Raises:
       ConfigError: no such module or class, or it is not an nnx.Module.
     """
-    module_name, _, class_name = target.partition(":")
+    module_name, _, class_name = target.rpartition(":")
     if not module_name or not class_name:
-        raise ConfigError(f"model.target={target!r}: must be package.module:Class")
+        raise ConfigError(f"model.target={target!r}: must be package.module:Class or path/of/file.py:Class")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}") from error
+        by_path = module_name.endswith(".py")
+        module = _module_of(Path(module_name)) if by_path else importlib.import_module(module_name)
+    except (ImportError, OSError) as error:
+        hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
+        raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, nnx.Module)):
         models = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, nnx.Module)]
@@ -37,16 +54,65 @@ def find_model(target: str) -> type[nnx.Module]:
     return found
 
 
+def _module_of(file: Path) -> ModuleType:
+    """Returns the module in a file, executed once; as with `python FILE`, it finds those beside it."""
+    path = file.expanduser().resolve()
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = module_from_spec(spec)  # there, so that its source can be found
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def options_class(model: type[nnx.Module]) -> type:
-    """Returns the class whose fields are the model's options: `Model.Config`, or the model itself."""
-    return getattr(model, "Config", model)
+    """Returns the class whose fields are the model's options: `Model.Config`, or the model itself.
+
+    Raises:
+      ConfigError: the model's own parameters cannot be options.
+    """
+    config = getattr(model, "Config", model)
+    if config is not model and dataclasses.is_dataclass(config):
+        return config
+    if found := list(_parameter_faults(model)):
+        raise ConfigError(found)
+    return model
+
+
+def _parameter_faults(model: type[nnx.Module]) -> Iterator[str]:
+    """Yields which parameters of __init__ a config can neither give nor leave out."""
+    for name, parameter in inspect.signature(model.__init__).parameters.items():
+        if name in ("self", "rngs") or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            yield f"{model.__name__}.__init__: {name} can be given by place only; take it by name"
+        elif parameter.annotation is parameter.empty and parameter.default is parameter.empty:
+            yield (
+                f"{model.__name__}.__init__: {name} has no annotation, so model.{name} has no type; "
+                f"annotate it ({name}: int), or call it rngs if it is the nnx.Rngs"
+            )
 
 
 def build_function(model: type[nnx.Module], options: Mapping[str, Any]) -> Callable[[nnx.Rngs], Any]:
     """Returns `build(rngs) -> model`."""
-    if dataclasses.is_dataclass(config := options_class(model)):
-        return lambda rngs: model(config(**options), rngs=rngs)  # type: ignore[call-arg]
-    return lambda rngs: model(**options, rngs=rngs)  # type: ignore[call-arg]
+    taken = inspect.signature(model.__init__).parameters.values()
+    random = any(parameter.name == "rngs" or parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+
+    def build(rngs: nnx.Rngs):
+        given = {"rngs": rngs} if random else {}
+        config: Any = options_class(model)
+        make: Any = model
+        return make(**options, **given) if config is model else make(config(**options), **given)
+
+    return build
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:

@@ -24,8 +24,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import precision, sharding
-from jaxdist.models.staged import Batch, Block, Context, Loss, as_loss, shared_fields
+from jaxdist import sharding
+from jaxdist.models.staged import (
+    Batch,
+    Block,
+    Context,
+    Loss,
+    as_loss,
+    pattern_of,
+    scan_layers,
+    shared_fields,
+)
+from jaxdist.pipeline.parts import Part, blocks_of, edges, edges_of, gathered, joined, own_names, stacked
 from jaxdist.pipeline.schedule import Program, Run
 
 AXIS = "pipeline"
@@ -38,7 +48,7 @@ class Pipeline:
 
     program: Program
     num_layers: int  # of the model, without padding
-    assemble: Callable[[Tree], Any]  # trainable tree (blocks of one chunk) -> model
+    assemble: Callable[[Tree, Tree], Any]  # trainable and held tree (blocks of one chunk) -> model
     transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
     apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
     keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
@@ -67,32 +77,36 @@ class Carry(NamedTuple):
 
 
 def pipeline_sums(
-    pipeline: Pipeline, trainable: Tree, batch: Batch, key: jax.Array | None, names: Tree, *, backward: bool
-) -> tuple[Tree, Loss]:
+    pipeline: Pipeline, trainable: Tree, held: dict[str, Tree], batch: Batch, key: jax.Array | None,
+    names: Tree, held_names: dict[str, Tree], *, backward: bool,
+) -> tuple[Tree, Loss]:  # fmt: skip
     """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
 
     Must be traced inside `sharding.activate`.
 
     Args:
       trainable: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
-      names: logical names, like trainable.
+      held: what is not trained, by kind; cut up alike.
+      names, held_names: logical names, like trainable and held.
       backward: False leaves the backward pass out; the gradients are then None.
     """
     now = sharding.active()
     assert now is not None, "the executor runs inside a step"
-    specs = jax.tree.map(_manual_spec, trainable, names)
+    specs, held_specs = (
+        jax.tree.map(_manual_spec, *pair) for pair in ((trainable, names), (held, held_names))
+    )
     whole = jax.tree.map(lambda _: P(), (batch, key))
     rows = jax.tree.map(jnp.asarray, pipeline.program.rows)
     out = (specs if backward else P(), P())
     run = jax.shard_map(
-        partial(_run, pipeline, names, backward),
+        partial(_run, pipeline, names, held_names, backward),
         mesh=now.mesh,
-        in_specs=(specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
+        in_specs=(specs, held_specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
         out_specs=out,
         axis_names={AXIS},
         check_vma=False,
     )
-    return run(trainable, batch, key, rows)
+    return run(trainable, held, batch, key, rows)
 
 
 def _manual_spec(leaf, names) -> P:
@@ -103,10 +117,10 @@ def _manual_spec(leaf, names) -> P:
     return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
 
 
-def _run(pipeline: Pipeline, names: Tree, backward: bool, trainable, batch, key, rows):
+def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held, batch, key, rows):
     """Runs all ticks on one stage; arrays are this stage's part."""
     with sharding.inside_stage():
-        stage = _Stage(pipeline, trainable, batch, key, names, backward)
+        stage = _Stage(pipeline, trainable, held, batch, key, names, held_names, backward)
         carry = stage.start()
         rows = jax.tree.map(lambda x: x[:, 0], rows)
         ticks = jax.tree.map(jnp.asarray, pipeline.program.ticks)
@@ -121,38 +135,38 @@ def _run(pipeline: Pipeline, names: Tree, backward: bool, trainable, batch, key,
 class _Stage:
     """The ops of a tick, on one stage."""
 
-    def __init__(self, pipeline, trainable, batch, key, names, backward):
+    def __init__(self, pipeline, trainable, held, batch, key, names, held_names, backward):
         self.pipeline, self.batch, self.key, self.backward = pipeline, batch, key, backward
-        self.blocks, self.names = trainable["blocks"], names
+        self.names = names
+        self.blocks, self.rest = blocks_of(trainable, held), edges_of(trainable, held)
         if pipeline.gather_once:
-            self.blocks = jax.tree.map(_gathered, self.blocks, names["blocks"])
-        self.rest = _edges(trainable)
+            self.blocks = jax.tree.map(gathered, self.blocks, blocks_of(names, held_names))
         self.index = jax.lax.axis_index(AXIS)
         self.depth = jax.tree.leaves(self.blocks)[0].shape[2]
         self.keeps_layers = pipeline.keeps_layers and backward
 
     # --- the model's parts ------------------------------------------------------------------------
 
-    def model(self, rest: Tree, blocks: Tree | None = None):
+    def model(self, rest: Part, blocks: Part | None = None):
         """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
         blocks = self.chunk(0) if blocks is None else blocks
-        return self.pipeline.assemble({"blocks": blocks, **rest})
+        return self.pipeline.assemble(*joined(blocks, rest))
 
-    def chunk(self, number) -> Tree:
+    def chunk(self, number) -> Part:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
 
     def microbatch(self, number) -> Batch:
         at = jnp.maximum(number, 0)
         return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
 
-    def embed(self, rest: Tree, number) -> jax.Array:
+    def embed(self, rest: Part, number) -> jax.Array:
         return self.model(rest).embed(self.microbatch(number))
 
-    def head(self, rest: Tree, y: jax.Array, number) -> Loss:
+    def head(self, rest: Part, y: jax.Array, number) -> Loss:
         batch = self.microbatch(number)
         return as_loss(self.model(rest).head(y, batch), batch)
 
-    def forward(self, blocks: Tree, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
+    def forward(self, blocks: Part, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
         return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
 
@@ -164,8 +178,8 @@ class _Stage:
         """Returns the number of a chunk's first layer."""
         return (chunk * self.pipeline.stages + self.index) * self.depth
 
-    def layers(self, blocks: Tree, x: jax.Array, fields, first) -> tuple[jax.Array, dict]:
-        """Returns consecutive layers applied to x."""
+    def layers(self, blocks: Part, x: jax.Array, fields, first, pattern=()) -> tuple[jax.Array, dict]:
+        """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
         model, last = self.model(self.rest, blocks), self.pipeline.num_layers
 
         def padded(block: Block) -> Block:
@@ -180,45 +194,51 @@ class _Stage:
             return masked
 
         return self.pipeline.apply_blocks(
-            model.blocks, x, self.key, fields, lambda b: padded(self.pipeline.transform(b)), first=first
-        )
+            model.blocks, x, self.key, fields, lambda b: padded(self.pipeline.transform(b)), first=first,
+            pattern=pattern,
+        )  # fmt: skip
 
-    def forward_keeping(self, blocks: Tree, x: jax.Array, number, chunk):
+    def forward_keeping(self, blocks: Part, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
         fields, first = self.fields(number), self.first_layer(chunk)
 
-        def one(x, item):
-            layer, parameters = item
-            y, aux = self.layers(_stacked(parameters), x, fields, first + layer)
+        def one(x, layer, parameters, kind):
+            y, aux = self.layers(stacked(parameters), x, fields, layer, (kind,))
             return y, (x, aux)
 
-        y, (inputs, aux) = jax.lax.scan(one, x, (jnp.arange(self.depth), blocks))
+        pattern = pattern_of(self.model(self.rest, blocks).blocks)
+        y, (inputs, aux) = scan_layers(one, x, blocks, pattern, first=first)
         return y, jax.tree.map(lambda terms: terms.sum(0), aux), inputs[1:]
 
-    def pull(self, blocks: Tree, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
+    def pull(self, blocks: Part, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
         """Returns the gradients of a chunk and of its input; all is computed again from x."""
-        (_, aux), pull = jax.vjp(lambda c, x: self.forward(c, x, number, chunk), blocks, x)
+
+        def apply(trained, x):
+            return self.forward(blocks._replace(trained=trained), x, number, chunk)
+
+        (_, aux), pull = jax.vjp(apply, blocks.trained, x)
         return pull((dy, jax.tree.map(jnp.ones_like, aux)))
 
-    def pull_layers(self, blocks: Tree, inputs: jax.Array, dy: jax.Array, number, chunk):
+    def pull_layers(self, blocks: Part, inputs: jax.Array, dy: jax.Array, number, chunk):
         """Returns what `pull` does, from the inputs of all layers.
 
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
         """
         fields, first = self.fields(number), self.first_layer(chunk)
 
-        def one(dy, item):
-            layer, parameters, x = item
+        def one(dy, layer, item, kind):
+            parameters, x = item
 
-            def apply(parameters, x):
-                return self.layers(_stacked(parameters), x, fields, first + layer)
+            def apply(trained, x):
+                part = stacked(parameters._replace(trained=trained))
+                return self.layers(part, x, fields, layer, (kind,))
 
-            (_, aux), pull = jax.vjp(apply, parameters, x)
+            (_, aux), pull = jax.vjp(apply, parameters.trained, x)
             dparameters, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
             return self._residual(dx), dparameters
 
-        items = (jnp.arange(self.depth), blocks, inputs)
-        dx, dblocks = jax.lax.scan(one, dy, items, reverse=True)
+        pattern = pattern_of(self.model(self.rest, blocks).blocks)
+        dx, dblocks = scan_layers(one, dy, (blocks, inputs), pattern, first=first, reverse=True)
         return dblocks, dx
 
     # --- ticks ------------------------------------------------------------------------------------
@@ -229,7 +249,8 @@ class _Stage:
         y, aux = jax.eval_shape(lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0))
         loss = jax.eval_shape(lambda: self.head(self.rest, jnp.zeros(x.shape, x.dtype), 0))
         program = self.pipeline.program
-        trainable = {"blocks": self.blocks, **self.rest}
+        blocks = {"blocks": self.blocks.trained} if "blocks" in self.names else {}
+        trainable = blocks | self.rest.trained
         sums = jax.tree.map(self._zero_gradient, trainable, self.names) if self.backward else None
 
         def slots(count: int, *each: int) -> jax.Array:
@@ -247,7 +268,7 @@ class _Stage:
 
     @staticmethod
     def _zero_gradient(leaf, names):
-        return sharding.scatter(jnp.zeros(leaf.shape, jnp.float32), _own_names(names))
+        return sharding.scatter(jnp.zeros(leaf.shape, jnp.float32), own_names(names))
 
     @staticmethod
     def _residual(x: jax.Array) -> jax.Array:
@@ -306,11 +327,11 @@ class _Stage:
             loss = self._of_the_end(last, self.head(rest, y, number))
             return carry._replace(loss=_added(carry.loss, loss))
 
-        def objective(rest, y):
-            loss = self.head(rest, y, number)
+        def objective(trained, y):
+            loss = self.head(rest._replace(trained=trained), y, number)
             return loss.sum + sum(loss.aux.values()), loss
 
-        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y)
+        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest.trained, y)
         return carry._replace(
             loss=_added(carry.loss, self._of_the_end(last, loss)),
             sums=self._add_rest(carry.sums, self._of_the_end(last, drest)),
@@ -338,7 +359,11 @@ class _Stage:
         dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.pipeline.edges_last:
             dx = sharding.sum_over(AXIS, dx)
-        pull = jax.vjp(lambda rest: self.embed(rest, at.eb_mb), self.rest)[1]
+
+        def embed(trained):
+            return self.embed(self.rest._replace(trained=trained), at.eb_mb)
+
+        pull = jax.vjp(embed, self.rest.trained)[1]
         drest = pull(self._residual(dx))[0]
         return carry._replace(sums=self._add_rest(carry.sums, self._of_the_end(wanted, drest)))
 
@@ -371,15 +396,17 @@ class _Stage:
             gradient = jnp.where(keep, gradient.astype(jnp.float32), 0)[None]
             old = jax.lax.dynamic_index_in_dim(total, row.b_chunk, 0, False)
             new = jax.lax.dynamic_update_index_in_dim(total, old + gradient, row.b_chunk, 0)
-            return sharding.scatter(new, _own_names(names))
+            return sharding.scatter(new, own_names(names))
 
+        if "blocks" not in sums:  # frozen, all of them
+            return sums
         return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, self.names["blocks"])}
 
     def _add_rest(self, sums: Tree, drest: Tree) -> Tree:
         def add(total, gradient, names):
-            return sharding.scatter(total + gradient.astype(jnp.float32), _own_names(names))
+            return sharding.scatter(total + gradient.astype(jnp.float32), own_names(names))
 
-        return sums | jax.tree.map(add, _edges(sums), drest, _edges(self.names))
+        return sums | jax.tree.map(add, edges(sums), drest, edges(self.names))
 
     def finish(self, carry: Carry) -> tuple[Tree, Loss]:
         """Returns (gradient sums, loss sums): the blocks' own terms added over stages."""
@@ -387,40 +414,17 @@ class _Stage:
         if self.pipeline.edges_last:
             loss = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), loss)
         if self.pipeline.edges_last and self.backward:
-            sums |= jax.tree.map(self._over_stages, _edges(sums), _edges(self.names))
+            sums |= jax.tree.map(self._over_stages, edges(sums), edges(self.names))
         aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
         return sums, loss._replace(aux=loss.aux | aux)
 
     @staticmethod
     def _over_stages(total: jax.Array, names) -> jax.Array:
-        return sharding.scatter(jax.lax.psum(total, AXIS), _own_names(names))
-
-
-def _gathered(leaf: jax.Array, names) -> jax.Array:
-    """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
-    own = _own_names(names)
-    if not sharding.stored_in_shards(own, leaf.shape):
-        return leaf
-    return sharding.gather(leaf, own, precision.compute_dtype(leaf.dtype))
-
-
-def _edges(tree: Tree) -> Tree:
-    """Returns what is not in the blocks."""
-    return {name: value for name, value in tree.items() if name != "blocks"}
-
-
-def _own_names(names):
-    """Returns a block parameter's names without those of its stack dims."""
-    return tuple(name for name in names if name not in sharding.STACKS)
+        return sharding.scatter(jax.lax.psum(total, AXIS), own_names(names))
 
 
 def _added(total: Loss, new: Loss) -> Loss:
     return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
-
-
-def _stacked(parameters: Tree) -> Tree:
-    """Returns a layer's parameters as a stack of one."""
-    return jax.tree.map(lambda x: x[None], parameters)
 
 
 def _in_this_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:

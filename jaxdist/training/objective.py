@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist import precision, sharding
-from jaxdist.models.staged import Batch, Loss, as_loss, is_staged, run_blocks, staged_loss
+from jaxdist.models.staged import Batch, Loss, as_loss, run_blocks, staged_loss
 from jaxdist.pipeline.executor import Pipeline, pipeline_sums
 from jaxdist.pipeline.schedule import Program
 from jaxdist.remat import rematerialised
 from jaxdist.training.state import ModelSpec, Tree
 
-Pipelined = Callable[[Tree, Tree, Batch, jax.Array | None], tuple[Tree, Loss]]
-Objective = Callable[[Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, Loss]]
+Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "Scored"]]
+Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, "Scored"]]
+
+
+class Scored(NamedTuple):
+    """What a model made of a batch."""
+
+    loss: Loss
+    model_state: Tree  # as the model's own code left it
 
 
 class Sums(NamedTuple):
@@ -24,26 +31,26 @@ class Sums(NamedTuple):
 
     gradients: Tree
     loss: Loss
+    model_state: Tree  # no sum: that before, or after a batch in one part
 
 
 def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
-    """Returns `objective(trainable, model_state, batch, key) -> (sum + aux sums, Loss)`.
+    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, Scored)`.
 
     Args:
       compute: dtype of matrix products and activations.
       remat: policy for the blocks of a staged model; a model without blocks is not touched.
     """
 
-    def objective(trainable, model_state, batch, key):
+    def objective(trainable, model_state, frozen, batch, key):
         with precision.computing_in(compute):
-            model = spec.assemble(trainable, model_state)
-            if not getattr(model, "casts_itself", False):
-                model = spec.assemble(precision.cast(trainable, compute), model_state)
-            if is_staged(model):
+            model = _assembled(spec, compute, trainable, model_state, frozen, _own_key(spec, batch, key))
+            if spec.staged:
                 loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
             else:
                 loss = as_loss(model.loss(batch, key), batch)
-        return loss.sum + sum(loss.aux.values()), loss
+        after = spec.state_of(model) if model_state else model_state
+        return loss.sum + sum(loss.aux.values()), Scored(loss, after)
 
     return objective
 
@@ -59,7 +66,7 @@ def build_pipelined(
     edges_last: bool = False,
     backward: bool = True,
 ) -> Pipelined:
-    """Returns `pipelined(trainable, model_state, batch, key) -> (gradient sums, Loss)`.
+    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, Scored)`.
 
     It equals the gradients of `build_objective`, computed by the stages of a pipeline.
 
@@ -74,28 +81,66 @@ def build_pipelined(
     def transform(block):
         return block if remat == "layers" else rematerialised(block, remat)
 
-    def pipelined(trainable, model_state, batch, key):
-        def assemble(parameters: Tree):
-            model = spec.assemble(parameters, model_state)
-            if getattr(model, "casts_itself", False):
-                return model
-            return spec.assemble(precision.cast(parameters, compute), model_state)
+    def pipelined(trainable, model_state, frozen, batch, key):
+        def assemble(parameters: Tree, held: Tree):
+            frozen = held["frozen"]
+            if not getattr(spec.model_class, "casts_itself", False):
+                parameters, frozen = _with_whole_edges(parameters), _with_whole_edges(frozen)
+            return _assembled(spec, compute, parameters, held["model_state"], frozen, key)
 
         pipeline = Pipeline(
             program, num_layers, assemble, transform, run_blocks,
             keeps_layers=remat == "layers", gather_once=gather_once, edges_last=edges_last,
         )  # fmt: skip
         parts = {name: split(value, microbatches) for name, value in batch.items()}
+        held = {"model_state": model_state, "frozen": frozen}
+        held_names = {"model_state": spec.state_names, "frozen": spec.placed(spec.frozen_names)}
         with precision.computing_in(compute):
-            return pipeline_sums(pipeline, trainable, parts, key, spec.placed_names, backward=backward)
+            sums, loss = pipeline_sums(
+                pipeline, trainable, held, parts, key, spec.placed_names, held_names, backward=backward
+            )
+        return sums, Scored(loss, model_state)
 
     return pipelined
+
+
+def _with_whole_edges(tree: Tree) -> Tree:
+    """Returns the parameters in a stage with those that are not in its blocks gathered.
+
+    XLA's partitioner aborts on an index into a table that devices of a stage share out ("Check failed:
+    partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
+    """
+    now = sharding.active()
+    if now is None or not now.in_stage:
+        return tree
+    whole = jax.sharding.PartitionSpec()
+    return {
+        name: part if name == "blocks" else jax.tree.map(lambda x: now.constrain(x, whole), part)
+        for name, part in tree.items()
+    }
+
+
+def _assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
+    """Returns the model, its parameters (not its state) in the compute dtype unless it casts them itself."""
+    model = spec.assemble(trainable, model_state, frozen, key=key)
+    if getattr(model, "casts_itself", False):
+        return model
+    trainable, frozen = precision.cast((trainable, frozen), compute)
+    return spec.assemble(trainable, model_state, frozen, key=key)
+
+
+def _own_key(spec: ModelSpec, batch: Batch, key: jax.Array | None) -> jax.Array | None:
+    """Returns what the model's own random streams start from: the parts of a step draw different ones."""
+    if key is None or not spec.streams or "sample" not in batch:
+        return key
+    return jax.random.fold_in(key, batch["sample"][0])
 
 
 def sum_gradients(
     objective: Objective,
     trainable: Tree,
     model_state: Tree,
+    frozen: Tree,
     batch: Batch,
     key: jax.Array,
     *,
@@ -111,8 +156,8 @@ def sum_gradients(
     gradient_of = pipelined or jax.grad(objective, has_aux=True)
 
     def part_sums(part: Batch) -> Sums:
-        gradients, loss = gradient_of(trainable, model_state, part, key)
-        return Sums(_laid_out(gradients, names), loss)
+        gradients, (loss, after) = gradient_of(trainable, model_state, frozen, part, key)
+        return Sums(_laid_out(gradients, names), loss, after if accumulation == 1 else {})
 
     if accumulation == 1:
         return part_sums(batch)
@@ -124,7 +169,7 @@ def sum_gradients(
     def add(total: Sums, part: Batch):
         return jax.tree.map(jnp.add, total, part_sums(part)), None
 
-    return jax.lax.scan(add, zeros, parts)[0]
+    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=model_state)
 
 
 def _laid_out(gradients: Tree, names: Tree) -> Tree:

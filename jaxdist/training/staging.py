@@ -41,6 +41,7 @@ class Staging:
     config: PipelineConfig
     num_layers: int
     stages: int
+    period: int = 1  # layers after which their kinds repeat; a place holds a multiple
 
     @property
     def microbatches(self) -> int:
@@ -49,8 +50,8 @@ class Staging:
     @property
     def dims(self) -> tuple[int, int, int]:
         """[chunks, stages, layers of each]."""
-        places = self.stages * self.config.chunks
-        return (self.config.chunks, self.stages, -(-self.num_layers // places))
+        groups = -(-self.num_layers // (self.stages * self.config.chunks * self.period))
+        return (self.config.chunks, self.stages, groups * self.period)
 
     @property
     def remat(self) -> str:
@@ -81,6 +82,12 @@ class Staging:
                 f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
                 f"{self.num_layers} layers; lower one of them to at most one place a layer"
             )
+        elif self.period > 1 and (places - 1) * self.dims[2] >= self.num_layers:
+            yield (
+                f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
+                f"{self.num_layers} layers whose pattern repeats every {self.period}: a place holds "
+                f"whole patterns, here {self.dims[2]} layers, so the last would be empty; lower one of them"
+            )
         if config.remat != "layers":
             for fault in remat.faults(RematConfig(config.remat)):
                 yield fault.replace("remat.policy", "pipeline.remat").replace("full,", "full, layers,")
@@ -99,8 +106,9 @@ class Staging:
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec of the model with its blocks by stage."""
-        trainable = jax.eval_shape(self.staged, spec.trainable)
-        return dataclasses.replace(spec, trainable=trainable, stack=NAMES)
+        names = ("trainable", "frozen", "model_state")
+        cut = {name: jax.eval_shape(self.staged, getattr(spec, name)) for name in names}
+        return dataclasses.replace(spec, **cut, stack=NAMES)
 
     def _cut(self, x: jax.Array) -> jax.Array:
         chunks, stages, layers = self.dims

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist import trees
 from jaxdist.config import ConfigError
+from jaxdist.models.staged import is_staged, pattern_of
 from jaxdist.sharding import Names
+from jaxdist.training import naming
 
 Tree = Any  # nested dicts of arrays
 
@@ -20,8 +28,8 @@ class State(NamedTuple):
 
     step: jax.Array  # int32
     trainable: Tree
-    frozen: Tree
-    model_state: Tree
+    frozen: Tree  # parameters that are not trained
+    model_state: Tree  # what the model keeps beside parameters: running statistics, counters
     opt_state: Tree
     ema: Tree  # None without a moving average
 
@@ -35,80 +43,240 @@ class ModelSpec:
     trainable: Tree  # of ShapeDtypeStruct
     model_state: Tree
     names: Tree  # like trainable, of tuples of logical names
+    frozen: Tree = dataclasses.field(default_factory=dict)
+    frozen_names: Tree = dataclasses.field(default_factory=dict)
+    streams: Tree = dataclasses.field(default_factory=dict)  # keys and counts of the model's own nnx.Rngs
+    model_class: type = nnx.Module
+    patterns: tuple[str, ...] = ()  # of the paths of frozen parameters
+    staged: bool = False  # the model has embed, a stack of blocks, and head
     stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
 
-    def assemble(self, trainable: Tree, model_state: Tree) -> Any:
-        """Returns the model with these arrays in it."""
-        return nnx.merge(self.graph, _as_state(trainable), _as_state(model_state))
+    def assemble(
+        self, trainable: Tree, model_state: Tree, frozen: Tree | None = None, *, key: jax.Array | None = None
+    ) -> Any:
+        """Returns the model with these arrays in it: in training mode with a key, else to evaluate.
+
+        Args:
+          key: what the model's own random streams start from; None: a constant.
+        """
+        parts = [trainable, model_state, frozen or {}]
+        parts += [_reseeded(self.streams, key)] if self.streams else []
+        model = nnx.merge(self.graph, *map(nnx.State, parts))
+        (nnx.Module.eval if key is None else nnx.Module.train)(model)
+        return model
+
+    def fresh(self, key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> tuple[Tree, Tree, Tree]:
+        """Returns (trainable, model state, frozen) of a newly initialised model.
+
+        Args:
+          given: {path: value} of parameters that begin with these values; what stands in the place of a
+            parameter takes its value by a method `refill`.
+        """
+        with nnx.use_eager_sharding(False):
+            model = _built(self.build, nnx.Rngs(key))
+            for path, value in (given or {}).items():
+                place: Any = functools.reduce(getattr, path.split(trees.SEPARATOR), model)
+                place.refill(value) if hasattr(place, "refill") else place.set_value(value)
+            found = _split(model, self.patterns)
+        return found.trainable, found.model_state, found.frozen
+
+    def state_of(self, model: nnx.Module) -> Tree:
+        """Returns the model state that a model, assembled and then used, has come to.
+
+        Raises:
+          ConfigError: it has another shape than before.
+        """
+        found = trees.flatten_names(_split(model, self.patterns).model_state)
+
+        def kept(path, before):
+            name = trees.join(path)
+            after = found.get(name)
+            if after is None or after.shape != before.shape:
+                now = "nothing" if after is None else after.shape
+                raise ConfigError(f"{name}: the model changed this state from {before.shape} to {now}")
+            return after.astype(before.dtype)
+
+        return jax.tree_util.tree_map_with_path(kept, self.model_state)
+
+    def arrays_of(self, model: nnx.Module) -> tuple[Tree, Tree, Tree]:
+        """Returns (trainable, model state, frozen) as a model holds them."""
+        parts = _split(model, self.patterns)
+        return parts.trainable, self.state_of(model), parts.frozen
 
     def named_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names)."""
-        leaves = jax.tree_util.tree_flatten_with_path(self.trainable)[0]
-        names = jax.tree.leaves(self.placed_names, is_leaf=lambda x: isinstance(x, tuple))
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): (leaf, name)
-            for (path, leaf), name in zip(leaves, names, strict=True)
-        }
+        """Returns path -> (abstract array, logical names), of what is trained and of what is frozen."""
+        return self.named_trainable() | self.named_frozen()
+
+    def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
+        """Returns path -> (abstract array, logical names) of what is trained."""
+        return _named(self.trainable, self.placed_names)
+
+    def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
+        """Returns path -> (abstract array, logical names) of what is frozen."""
+        return _named(self.frozen, self.placed(self.frozen_names))
 
     @property
     def placed_names(self) -> Tree:
-        """Returns the names with those of stack dims before a block's own."""
-        if not self.stack:
-            return self.names
-        blocks = jax.tree.map(
-            lambda names: (*self.stack, *names), self.names["blocks"], is_leaf=lambda x: isinstance(x, tuple)
-        )
-        return self.names | {"blocks": blocks}
+        """Returns the names of what is trained, with those of stack dims before a block's own."""
+        return self.placed(self.names)
+
+    def placed(self, names: Tree) -> Tree:
+        """Returns names with those of stack dims before a block's own."""
+        if not self.stack or "blocks" not in names:
+            return names
+        blocks = jax.tree.map(lambda own: (*self.stack, *own), names["blocks"], is_leaf=_is_names)
+        return names | {"blocks": blocks}
+
+    @property
+    def state_names(self) -> Tree:
+        """Returns the names of the model state: of stack dims alone, where a pipeline cuts them up."""
+
+        def name(path, leaf) -> Names:
+            lead = self.stack if path[0].key == "blocks" else ()
+            return (*lead, *(None,) * (leaf.ndim - len(lead)))
+
+        return jax.tree_util.tree_map_with_path(name, self.model_state)
+
+    @property
+    def depth(self) -> int:
+        """Returns the number of blocks of a staged model, flat; 0 for another."""
+        parts = [tree.get("blocks", {}) for tree in (self.trainable, self.frozen)]
+        return jax.tree.leaves(parts)[0].shape[0] if self.staged else 0
+
+    @property
+    def abstract_model(self) -> Any:
+        """Returns the model with abstract arrays."""
+        return self.assemble(self.trainable, self.model_state, self.frozen)
+
+    @property
+    def period(self) -> int:
+        """Returns the number of blocks after which their kinds repeat (see `models.staged`)."""
+        return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
 
     @property
     def parameter_count(self) -> int:
+        return self.trainable_count + self.frozen_count
+
+    @property
+    def trainable_count(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
 
+    @property
+    def frozen_count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.frozen))
 
-def describe(build: Callable[[nnx.Rngs], nnx.Module]) -> ModelSpec:
+    @property
+    def counts(self) -> str:
+        """Returns "1,000 parameters", or how many of them are trained."""
+        text = f"{self.parameter_count:,} parameters"
+        some = f", {self.trainable_count:,} trained and {self.frozen_count:,} frozen"
+        return text + some * bool(self.frozen_count)
+
+
+def describe(
+    build: Callable[[nnx.Rngs], nnx.Module],
+    *,
+    frozen: Sequence[str] = (),
+    rules: Sequence[tuple[str, str]] = (),
+) -> ModelSpec:
     """Returns the spec of the model that `build(rngs)` makes; nothing is allocated.
 
+    Frozen are parameters whose path a regex of `frozen` finds, `nnx.Param(..., trainable=False)`, and
+    integers. Whatever is no `nnx.Param` is model state, but for random streams.
+
+    Args:
+      frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
+      rules: (path regex, names of the dims): see `naming.rename`.
+
     Raises:
-      ConfigError: it cannot be made of these options, or holds state that is not a parameter.
+      ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.
     """
     with nnx.use_eager_sharding(False):
         try:
-            model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+            model = nnx.eval_shape(lambda: _built(build, nnx.Rngs(0)))
+        except ConfigError:
+            raise
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model: cannot be built with these options: {error}") from error
-    graph, parameters, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    kinds = sorted({type(leaf).__name__ for leaf in jax.tree.leaves(rest, is_leaf=_is_variable)})
-    if kinds:
-        raise ConfigError(
-            f"the model has state that is no parameter ({', '.join(kinds)}): not built yet; "
-            f"draw random numbers from `key`, and keep running statistics out of the model"
-        )
-    names = jax.tree.map(_logical_names, parameters, is_leaf=_is_variable)
-    return ModelSpec(build, graph, _pure(parameters), _pure(rest), _pure(names))
+    parts = _split(model, ())
+    everything = trees.flatten_names(parts.trainable) | trees.flatten_names(parts.frozen)
+    faults = [
+        f"optimizer.frozen: {pattern!r} finds no parameter; there are: {', '.join(list(everything)[:8])}"
+        for pattern in frozen if not any(re.search(pattern, path) for path in everything)
+    ]  # fmt: skip
+    staged = is_staged(model)
+    named, misfits = naming.rename(naming.names_of(model, staged=staged), rules, everything)
+    parts = _split(model, frozen)
+    if not jax.tree.leaves(parts.trainable):
+        faults.append("optimizer.frozen leaves no parameter to train")
+    if faults or misfits:
+        raise ConfigError([*faults, *misfits])
+
+    def names_of(tree: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: named[trees.join(path)], tree)
+
+    return ModelSpec(
+        build, parts.graph, parts.trainable, parts.model_state, names_of(parts.trainable), parts.frozen,
+        names_of(parts.frozen), parts.streams, type(model), tuple(frozen), staged,
+    )  # fmt: skip
 
 
-def fresh_arrays(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> tuple[Tree, Tree]:
-    """Returns (trainable, model state) of a newly initialised model."""
-    with nnx.use_eager_sharding(False):
-        model = build(nnx.Rngs(key))
-    _, parameters, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    return _pure(parameters), _pure(rest)
+def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:
+    """Returns the dtype that a parameter is stored in: `params`, or its own if quantised (or an integer)."""
+    wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+    return jnp.dtype(params) if wide else x.dtype
 
 
-def _is_variable(x) -> bool:
-    return isinstance(x, nnx.Variable)
+class _Parts(NamedTuple):
+    graph: nnx.GraphDef
+    trainable: Tree
+    frozen: Tree
+    streams: Tree
+    model_state: Tree
 
 
-def _logical_names(variable: nnx.Variable) -> Names:
-    """Returns the variable's logical names; flax's own annotations are read too."""
-    found = variable.get_metadata()
-    names = found.get("logical") or found.get("out_sharding") or found.get("sharding_names") or ()
-    return tuple(names)
+def _built(build: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    # flax takes arrays that are made while it traces for static, unless their type is registered.
+    nnx.register_data_type(type(jnp.zeros(())))
+    return build(rngs)
+
+
+def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
+    """Returns a model's arrays by what training does with them."""
+
+    def is_frozen(path, leaf) -> bool:
+        if not isinstance(leaf, nnx.Param):
+            return False
+        marked = leaf.get_metadata().get("trainable") is False
+        marked |= not jnp.issubdtype(leaf.get_value().dtype, jnp.floating)
+        return marked or any(re.search(pattern, "/".join(map(str, path))) for pattern in frozen)
+
+    graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
+    held, trainable, streams, rest = map(_pure, states)
+    return _Parts(graph, trainable, held, streams, rest)
+
+
+def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
+    """Returns the model's random streams begun anew, each from the key and its own path."""
+    start = jax.random.key(0) if key is None else key
+
+    def begin(path, leaf):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        own = jax.random.fold_in(start, zlib.crc32(trees.join(path).encode()))
+        return jax.random.split(own, leaf.shape) if leaf.shape else own
+
+    return jax.tree_util.tree_map_with_path(begin, streams)
+
+
+def _named(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
+    known = jax.tree.leaves(names, is_leaf=_is_names)
+    return {path: (x, own) for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)}
+
+
+def _is_names(x) -> bool:
+    return isinstance(x, tuple)
 
 
 def _pure(tree) -> Tree:
     return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
-
-
-def _as_state(tree: Tree) -> nnx.State:
-    return nnx.State(tree)

@@ -13,12 +13,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import precision, sharding
+from jaxdist.config import ConfigError
 from jaxdist.models.staged import Batch
-from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer, state_specs
+from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer
 from jaxdist.sharding import Rules
-from jaxdist.training.objective import build_objective, build_pipelined, sum_gradients
+from jaxdist.training import examination
+from jaxdist.training.moments import state_specs
+from jaxdist.training.objective import Sums, build_objective, build_pipelined, sum_gradients
 from jaxdist.training.staging import Staging
-from jaxdist.training.state import ModelSpec, State, Tree, fresh_arrays
+from jaxdist.training.state import ModelSpec, State, Tree, stored_dtype
 
 Metrics = dict[str, jax.Array]
 INIT, STEPS = 0, 1  # what the seed's first fold is for
@@ -51,7 +54,7 @@ class TrainStep(NamedTuple):
     """A built step. All functions are jitted; arrays have the given shardings."""
 
     step: Any  # (State, Batch) -> (State, Metrics); the state is donated
-    init: Any  # () -> State
+    init: Any  # ({path: value} of parameters that begin with values = {}, layers flat) -> State
     inspect: Any  # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
     evaluate: Any  # (State, Batch) -> (loss sum, count), deterministic
     abstract_state: State  # ShapeDtypeStructs with their shardings
@@ -70,21 +73,33 @@ class Views(NamedTuple):
 
 def build_train_step(
     spec: ModelSpec,
-    optimizer: OptimizerConfig,
-    schedule: Schedule,
+    optimizer: OptimizerConfig | optax.GradientTransformation,
+    schedule: Schedule | None,
     mesh: Mesh,
     rules: Rules,
     config: StepConfig,
 ) -> TrainStep:
     """Returns the train step of a model on a mesh.
 
+    Args:
+      optimizer: a transformation of optax is used as it is: the learning rate is its own, `schedule` is
+        not read and nothing is clipped; it must not look at whole stacks where a pipeline cuts them up.
+
     Raises:
-      ConfigError: a parameter's dim that its mesh axis does not divide.
+      ConfigError: a parameter's dim that its mesh axis does not divide; or, when the step is traced, a
+        model that cannot be trained so.
     """
-    cut = config.staging
+    cut, flat = config.staging, spec
+    if isinstance(optimizer, OptimizerConfig):
+        transform = build_optimizer(optimizer, _unit_rate, flat.trainable, flat.names)
+        clip = optimizer.clip_norm
+    else:
+        transform, clip, schedule = optimizer, 0.0, None
+    stages = cut.stages if cut else 1
+    if found := list(examination.faults(spec, stages=stages)):
+        raise ConfigError(found)
     spec = cut.staged_spec(spec) if cut else spec
     sharding.place(spec.named_parameters(), rules)
-    transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
     abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, transform, config))
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
@@ -93,14 +108,17 @@ def build_train_step(
     scored = _pipelined(spec, config, backward=False) or objective
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
+        if found := examination.examine(flat, batch, accumulation=config.accumulation, stages=stages):
+            raise ConfigError(found)
         with sharding.activate(mesh, rules), precision.reducing_in(config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
-                objective, state.trainable, state.model_state, batch, key,
+                objective, state.trainable, state.model_state, state.frozen, batch, key,
                 accumulation=config.accumulation, names=spec.placed_names, pipelined=pipelined,
             )  # fmt: skip
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
-            after = _update(state, sums, batch, transform, schedule, optimizer, config, spec)
+            sums = sums._replace(model_state=_told(flat, cut, state, sums))
+            after = _update(state, sums, batch, transform, schedule, clip, config, spec)
             return *after, gradients
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -110,14 +128,15 @@ def build_train_step(
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with sharding.activate(mesh, rules):
             weights = state.trainable if state.ema is None else state.ema
-            loss = scored(weights, state.model_state, batch, None)[1]
+            loss = scored(weights, state.model_state, state.frozen, batch, None)[1].loss
         return loss.sum, loss.count
 
     whole = NamedSharding(mesh, P())
     return TrainStep(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
         init=jax.jit(
-            lambda: _fresh_state(spec, cut, transform, config),
+            lambda given=None: _fresh_state(spec, cut, transform, config, given),
+            donate_argnums=() if cut else 0,  # stages take other buffers
             out_shardings=shardings,
             compiler_options=_for_one_run(mesh),
         ),
@@ -141,17 +160,17 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
     )  # fmt: skip
 
 
-def _update(state, found, batch, transform, schedule, optimizer, config, spec) -> tuple[State, Metrics]:
+def _update(state, found, batch, transform, schedule, clip, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, unchanged if they are not finite."""
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
-    clip = optimizer.clip_norm
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
     gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.placed_names)
     updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
     # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
-    rate = schedule(state.opt_state.clock)
-    updates = jax.tree.map(lambda u: u * rate, _as_state(updates, spec.placed_names))
+    rate = schedule(state.opt_state.clock) if schedule else None
+    updates = _as_state(updates, spec.placed_names)
+    updates = jax.tree.map(lambda u: u * rate, updates) if schedule else updates
     trainable = optax.apply_updates(state.trainable, updates)
     ema = state.ema
     if ema is not None:
@@ -164,8 +183,10 @@ def _update(state, found, batch, transform, schedule, optimizer, config, spec) -
     metrics = {
         "loss": loss.sum / count,
         "grad_norm": norm,
-        "learning_rate": rate,
-        "tokens": jnp.sum(batch["weights"] > 0) if "weights" in batch else count,
+        **({"learning_rate": rate} if schedule else {}),
+        # Known only after the norm: a sum over devices that depends on nothing may run before or beside
+        # those in the layers' loop (XLA on CPU), and processes that differ in that mix up their messages.
+        "tokens": jnp.sum((batch["weights"] > 0) & ~(norm < -1)) if "weights" in batch else _samples(batch),
         "skipped": skipped,
         **{f"aux/{name}": value / count for name, value in loss.aux.items()},
     }
@@ -173,7 +194,7 @@ def _update(state, found, batch, transform, schedule, optimizer, config, spec) -
         state.step + 1,
         trainable,
         state.frozen,
-        state.model_state,
+        _chosen(good, found.model_state, state.model_state),
         state.opt_state._replace(
             optimizer=_chosen(good, new, state.opt_state.optimizer),
             skipped=skipped,
@@ -182,6 +203,27 @@ def _update(state, found, batch, transform, schedule, optimizer, config, spec) -
         _chosen(good, ema, state.ema),
     )
     return after, metrics
+
+
+def _samples(batch: Batch) -> jax.Array:
+    return jnp.int32(next(iter(batch.values())).shape[0])
+
+
+def _told(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
+    """Returns the model state after the model was told the step's stats."""
+    if not sums.loss.stats:
+        return sums.model_state
+    parts = [state.trainable, sums.model_state, state.frozen]
+    parts = [*map(cut.flat, parts)] if cut else parts
+    model = spec.assemble(*parts)
+    if not callable(getattr(model, "update", None)):
+        raise ConfigError(f"{type(model).__name__}.loss returns stats, but it has no update(self, stats)")
+    model.update(sums.loss.stats)
+    trainable, after, _ = spec.arrays_of(model)
+    if any(new is not old for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)):
+        name = type(model).__name__
+        raise ConfigError(f"{name}.update changes parameters; keep such values in an nnx.Variable")
+    return cut.staged(after) if cut else after
 
 
 def _chosen(good: jax.Array, new: Tree, old: Tree) -> Tree:
@@ -200,14 +242,22 @@ def _once_there(good: jax.Array, parameters: Tree) -> jax.Array:
     return good & ~jnp.isnan(firsts)
 
 
-def _fresh_state(spec: ModelSpec, cut: Staging | None, transform, config: StepConfig) -> State:
-    trainable, model_state = fresh_arrays(spec.build, _key(config.seed, INIT))
-    trainable = cut.staged(trainable) if cut else trainable
-    trainable = jax.tree.map(lambda x: x.astype(config.params), trainable)
+def _fresh_state(
+    spec: ModelSpec,
+    cut: Staging | None,
+    transform,
+    config: StepConfig,
+    given: Mapping[str, jax.Array] | None = None,
+) -> State:
+    parts = spec.fresh(_key(config.seed, INIT), given)
+    trainable, model_state, frozen = map(cut.staged, parts) if cut else parts
+    trainable, frozen = (
+        jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree) for tree in (trainable, frozen)
+    )
     ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
     start = (jnp.int32(0), jnp.float32(0), jnp.float32(1))
     opt_state = OptState(transform.init(trainable), *start)
-    return State(jnp.int32(0), trainable, {}, model_state, opt_state, ema)
+    return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
 
 
 def _unit_rate(_: Any) -> jax.Array:
@@ -232,20 +282,24 @@ def _key(seed: int, purpose: int) -> jax.Array:
 
 
 def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> Any:
-    stored = _specs(spec, rules.stored)
-    state = _specs(spec, rules.state)
+    trainable = spec.named_trainable()
+    stored, state = (_specs(spec.trainable, trainable, rule) for rule in (rules.stored, rules.state))
     whole = jax.tree.map(lambda _: P(), abstract)
     moments = state_specs(abstract.opt_state.optimizer, spec.trainable, state)
     return whole._replace(
         trainable=stored,
+        frozen=_specs(spec.frozen, spec.named_frozen(), rules.stored),
+        model_state=jax.tree.map(
+            lambda x, names: rules.computed(names, x.shape), spec.model_state, spec.state_names
+        ),
         opt_state=whole.opt_state._replace(optimizer=moments),
         ema=None if abstract.ema is None else state,
     )
 
 
-def _specs(spec: ModelSpec, rule: Callable[..., P]) -> Tree:
-    specs = [rule(names, leaf.shape) for leaf, names in spec.named_parameters().values()]
-    return jax.tree.unflatten(jax.tree.structure(spec.trainable), specs)
+def _specs(tree: Tree, named: Mapping[str, tuple[Any, sharding.Names]], rule: Callable[..., P]) -> Tree:
+    specs = [rule(names, leaf.shape) for leaf, names in named.values()]
+    return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
 def _as_state(tree: Tree, names: Tree) -> Tree:

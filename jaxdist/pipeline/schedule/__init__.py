@@ -28,28 +28,7 @@ from jaxdist.pipeline.schedule.tables import (
 )
 
 __all__ = [
-    "KINDS",
-    "SCHEDULES",
-    "Balance",
-    "Costs",
-    "Option",
-    "Program",
-    "Rows",
-    "Run",
-    "Schedule",
-    "ScheduleError",
-    "Simulation",
-    "Ticks",
-    "balance",
-    "bubble_fraction",
-    "build_schedule",
-    "check",
-    "compile_schedule",
-    "draw_svg",
-    "draw_text",
-    "even_cut",
-    "microbatch_options",
-    "read_schedule",
-    "simulate",
-    "write_schedule",
-]
+    "KINDS", "SCHEDULES", "Balance", "Costs", "Option", "Program", "Rows", "Run", "Schedule", "ScheduleError",
+    "Simulation", "Ticks", "balance", "bubble_fraction", "build_schedule", "check", "compile_schedule",
+    "draw_svg", "draw_text", "even_cut", "microbatch_options", "read_schedule", "simulate", "write_schedule",
+]  # fmt: skip

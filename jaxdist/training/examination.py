@@ -1,0 +1,131 @@
+"""An abstract look at a model's own code, before anything compiles: can it be trained as asked?"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Literal, Var
+
+from jaxdist import trees
+from jaxdist.config import ConfigError
+from jaxdist.models.staged import Batch, Loss, as_loss, staged_loss
+from jaxdist.training.state import ModelSpec, Tree
+
+REQUIRED = "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
+
+
+def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
+    """Yields what can be said without a batch: methods that are missing, random streams in a pipeline."""
+    name = spec.model_class.__name__
+    loss: Any = getattr(spec.model_class, "loss", None)
+    if not spec.staged and not callable(loss):
+        yield f"{name} has no method `loss`; required: {REQUIRED}"
+    elif not spec.staged:
+        try:
+            inspect.signature(loss).bind("self", "batch", "key")
+        except TypeError as error:
+            yield f"{name}.loss{inspect.signature(loss)}: {error}; required: {REQUIRED}"
+    if stages > 1 and spec.streams:
+        where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
+        yield (
+            f"mesh.pipeline={stages}: {name} draws from its own nnx.Rngs ({where}), which all stages "
+            f"would draw alike; fold `context.key` with the sample instead, or set mesh.pipeline=1"
+        )
+
+
+def examine(
+    spec: ModelSpec, batch: Mapping[str, Any], *, accumulation: int = 1, stages: int = 1
+) -> list[str]:
+    """Returns why the model cannot be trained so on such batches; [] if it can.
+
+    Args:
+      spec: with flat blocks.
+      batch: of arrays or of their shapes.
+      stages: of a pipeline.
+    """
+    if found := list(faults(spec, stages=stages)):
+        return found
+    try:
+        stats, changed = _trace(spec, batch)
+    except ConfigError as error:
+        return list(error.faults)
+    except Exception as error:  # anything may happen in a model's code
+        return [_blame(spec, batch, error)]
+    name = spec.model_class.__name__
+    if stats and not callable(getattr(spec.model_class, "update", None)):
+        found.append(f"{name}.loss returns stats ({', '.join(stats)}), but {name} has no update(self, stats)")
+    parameters = [path for path in changed if path in spec.named_parameters()]
+    if parameters:
+        found.append(
+            f"{name}.loss changes parameters itself ({', '.join(parameters[:3])}); keep such values in an "
+            f"nnx.Variable of another type than nnx.Param"
+        )
+    coupled = [path for path in changed if path not in parameters]
+    if coupled and (accumulation > 1 or stages > 1):
+        asked = f"mesh.pipeline={stages}" if stages > 1 else f"batch.accumulation={accumulation}"
+        found.append(
+            f"{asked}: {name}.loss changes its state ({', '.join(coupled[:3])}) by the samples that it sees "
+            f"together, so parts of a step would not add up to the whole; set it to 1, or return sums in "
+            f"`stats` and change the state in update(self, stats)"
+        )
+    return found
+
+
+def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
+    """Returns the names of the stats, and the paths of all variables that `loss` changes."""
+    stats: list[str] = []
+
+    def run(parts: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array) -> tuple[Tree, Loss]:
+        model = spec.assemble(*parts, key=key)
+        loss = staged_loss(model, batch, key) if spec.staged else as_loss(model.loss(batch, key), batch)
+        stats.extend(loss.stats)
+        return spec.arrays_of(model), loss
+
+    parts = (spec.trainable, spec.model_state, spec.frozen)
+    given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    jaxpr = jax.make_jaxpr(run)(parts, given, jax.eval_shape(lambda: jax.random.key(0))).jaxpr
+    paths = list(trees.flatten_names(parts))
+    pairs = zip(paths, jaxpr.invars, jaxpr.outvars, strict=False)
+    changed = [path for path, before, after in pairs if _origin(jaxpr, after) is not before]
+    return stats, [path.partition("/")[2] for path in changed]
+
+
+def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
+    """Returns the input that an output is, handed on by whatever calls; None if it was computed."""
+    makers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
+    while not isinstance(var, Literal) and var in makers:
+        eqn, index = makers[var]
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is None:
+            return None
+        inner = getattr(inner, "jaxpr", inner)
+        came = _origin(inner, inner.outvars[index])
+        if came is None or came not in inner.invars:
+            return None
+        place = inner.invars.index(came)
+        if eqn.primitive.name == "scan":
+            consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            kept = place == consts + index if index < carried else place >= consts + carried
+            if not kept:
+                return None
+        elif len(inner.invars) != len(eqn.invars):
+            return None
+        var = eqn.invars[place]
+    return None if isinstance(var, Literal) else var
+
+
+def _blame(spec: ModelSpec, batch: Batch, error: Exception) -> str:
+    """Returns what a model's code stumbled over, where, and what it was given."""
+    name = spec.model_class.__name__
+    given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    what = " ".join(str(error).split())[:300]
+    if isinstance(error, KeyError):
+        what = f"the batch has no {what}"
+    parts = "embed, blocks and head" if spec.staged else "loss(batch, key)"
+    return f"{name}: {parts} failed{where}: {type(error).__name__}: {what}; the batch was {{{given}}}"
