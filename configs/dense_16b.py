@@ -6,7 +6,8 @@
 The batch is six sequences on each of 256 devices. The .bin files hold token ids as uint16.
 """
 
-from jaxdist.recipe import default_config, sized
+from jaxdist.recipe import default_config
+from jaxdist.tiny import sized
 
 
 def get_config(size=None):

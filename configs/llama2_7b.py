@@ -6,7 +6,8 @@
 The .bin files hold token ids as uint16 (32,000 tokens fit).
 """
 
-from jaxdist.recipe import default_config, sized
+from jaxdist.recipe import default_config
+from jaxdist.tiny import sized
 
 
 def get_config(size=None):

@@ -23,7 +23,7 @@ def get_config():
     model.vocab_size = 256
     model.num_layers, model.d_model, model.d_ff = 4, 128, 384
     model.num_heads, model.num_kv_heads, model.head_dim = 4, 2, 32
-    model.qk_norm = True
+    model.qk_norm = "head"
     model.zero_init_outputs = True
 
     optimizer = config.optimizer

@@ -7,21 +7,24 @@ at once, before anything compiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import jax
+import optax
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxdist import adapters, optimizers, remat
 from jaxdist import config as configs
-from jaxdist import optimizers, remat
+from jaxdist.adapters import LoraConfig
 from jaxdist.checkpoint import config as checkpoint_config
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import ConfigError, Schema
-from jaxdist.data import DataConfig
+from jaxdist.data import DataConfig, sample_shapes
 from jaxdist.mesh import MeshConfig, MeshShape, count_slices, resolve_mesh
 from jaxdist.models import registry
 from jaxdist.optimizers import OptimizerConfig
@@ -32,9 +35,13 @@ from jaxdist.resilience.health import HealthConfig
 from jaxdist.resilience.watchdog import WatchdogConfig
 from jaxdist.sharding import Placement, Rules, build_rules, place
 from jaxdist.telemetry.profile import ProfileConfig
+from jaxdist.training.examination import examine
+from jaxdist.training.naming import ShardingConfig
 from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import ModelSpec, describe
+from jaxdist.training.state import ModelSpec, describe, stored_dtype
 from jaxdist.training.step import StepConfig, TrainStep, build_train_step
+
+Build = Callable[[nnx.Rngs], nnx.Module]
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,13 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class InitConfig:
+    """What a run begins with."""
+
+    from_huggingface: str = ""  # folder with config.json and safetensors: its model and weights; "" = random
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A run, resolved. `model` holds the options of `model.target`'s class."""
 
@@ -68,11 +82,14 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     model: Mapping[str, Any] = field(default_factory=dict)
+    init: InitConfig = field(default_factory=InitConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
@@ -154,41 +171,6 @@ def full_schema(target: str) -> Schema:
     return schema | configs.schema_of(options, "model.")
 
 
-def sized(config: ConfigDict, size: str | None) -> ConfigDict:
-    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same family.
-
-    Raises:
-      ConfigError: another size.
-    """
-    if size not in (None, "tiny"):
-        raise ConfigError(f"--config NAME:{size}: no such size; use NAME or NAME:tiny")
-    if size == "tiny":
-        grouped = config.model.num_kv_heads < config.model.num_heads
-        tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
-        with config.ignore_type():
-            config.update_from_flattened_dict(tiny)
-    return config
-
-
-_TINY: dict[str, Any] = {
-    "train.steps": 200,
-    "train.eval_every": 0,
-    "batch.global_size": 16,
-    "batch.sequence_length": 128,
-    "precision.compute": "float32",
-    "remat.policy": "dots",
-    "optimizer.learning_rate": 1e-3,
-    "optimizer.warmup_steps": 20,
-    "data.source": "stdlib",
-    "model.vocab_size": 256,
-    "model.num_layers": 4,
-    "model.d_model": 128,
-    "model.d_ff": 384,
-    "model.num_heads": 4,
-    "model.head_dim": 32,
-}
-
-
 def from_config(config: ConfigDict | Mapping) -> RunConfig:
     """Returns the RunConfig that a (possibly edited) ConfigDict describes.
 
@@ -206,20 +188,40 @@ def from_config(config: ConfigDict | Mapping) -> RunConfig:
 
 
 def validate(
-    run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True
+    run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
-    """Returns `validate_on` of these devices."""
-    return validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data)
+    """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
+    found = validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data, build=build)
+    shape, _, spec = found
+    parts, stages = run.batch.accumulation * num_microbatches(run, shape), shape.sizes["pipeline"]
+    about = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
+    key = repr((*about, parts, stages))
+    if build or key not in _examined:
+        batch = batch_shapes(run, run.batch.global_size // parts)
+        if faults := examine(spec, batch, accumulation=run.batch.accumulation, stages=stages):
+            raise ConfigError(faults)
+        if not build:
+            _examined.add(key)
+    return found
+
+
+_examined: set[str] = set()  # what was found to be without fault
 
 
 def validate_on(
-    run: RunConfig, num_devices: int, num_slices: int | None = None, *, with_data: bool = True
+    run: RunConfig,
+    num_devices: int,
+    num_slices: int | None = None,
+    *,
+    with_data: bool = True,
+    build: Build | None = None,
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
 
     Args:
       num_slices: of the devices; None where the hardware has none: as many as the mesh asks for.
       with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
+      build: makes the model from its rngs; default: what `model.*` says.
 
     Raises:
       ConfigError: every fault of the run, each with its cure.
@@ -230,11 +232,13 @@ def validate_on(
         shape = resolve_mesh(run.mesh, num_devices, num_slices or _asked_slices(run.mesh))
     except ConfigError as error:
         faults += error.faults
-    if shape is None or registry.option_faults(run.model_class, run.model_options):
+    unbuildable = registry.option_faults(run.model_class, run.model_options) + list(adapters.faults(run.lora))
+    unbuildable += optimizers.faults(run.optimizer)  # patterns, which describe reads
+    if shape is None or unbuildable:
         raise ConfigError(faults)
-    spec = describe(registry.build_function(run.model_class, run.model_options))
-    faults += _batch_faults(run, shape)
-    rules = build_rules(run.mesh, shape, vocab_over_stages=run.pipeline.edges == "sharded")
+    spec = model_spec(run, build)
+    faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
+    rules = build_rules(run.mesh, shape, vocab_over_stages=shares_vocabulary(run, spec))
     misfits = list(_pipeline_faults(run, shape, spec))
     try:
         place(spec.named_parameters(), rules) if misfits else placements(run, spec, rules)
@@ -243,6 +247,21 @@ def validate_on(
     if faults + misfits:
         raise ConfigError(faults + misfits)
     return shape, rules, spec
+
+
+def shares_vocabulary(run: RunConfig, spec: ModelSpec) -> bool:
+    """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know their part."""
+    return run.pipeline.edges == "sharded" and getattr(spec.model_class, "casts_itself", False)
+
+
+def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
+    """Returns the spec of a run's model, with its adapters.
+
+    Raises:
+      ConfigError: it cannot be built so.
+    """
+    build = adapters.adapted(build or registry.build_function(run.model_class, run.model_options), run.lora)
+    return describe(build, frozen=run.optimizer.frozen, rules=run.sharding.rules)
 
 
 def _num_slices(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int:
@@ -282,6 +301,9 @@ def _faults(run: RunConfig) -> Iterator[str]:
         yield "profile.start_step must be >= 0 (0 = no profile) and profile.num_steps >= 1"
     yield from remat.faults(run.remat)
     yield from optimizers.faults(run.optimizer, run.train.steps)
+    yield from adapters.faults(run.lora)
+    if run.lora.from_peft and not run.init.from_huggingface:
+        yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
     yield from checkpoint_config.faults(run.checkpoint)
     yield from watchdog.faults(run.watchdog)
     yield from health.faults(run.health)
@@ -315,13 +337,11 @@ def _sequence_faults(run: RunConfig) -> Iterator[str]:
 def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
     if shape.sizes["pipeline"] == 1:
         return
-    if (
-        not all(hasattr(run.model_class, name) for name in ("embed", "head"))
-        or "blocks" not in spec.trainable
-    ):
+    if not spec.staged:
+        model = run.model.get("name", run.model["target"])
         yield (
-            f"mesh.pipeline={shape.sizes['pipeline']}: {run.model['target']} has no stages "
-            f"(embed, blocks, head); write it so, or set mesh.pipeline=1"
+            f"mesh.pipeline={shape.sizes['pipeline']}: {model} has no stages (embed, blocks, head); "
+            f"write it so, or set mesh.pipeline=1"
         )
         return
     cut = staging(run, spec, shape)
@@ -346,8 +366,14 @@ def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
 # --- building -------------------------------------------------------------------------------------
 
 
-def build_step(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> TrainStep:
-    """Returns the train step of a validated run on a mesh: the one that everything uses."""
+def build_step(
+    run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules, *,
+    optimizer: optax.GradientTransformation | None = None,
+) -> TrainStep:  # fmt: skip
+    """Returns the train step of a validated run on a mesh: the one that everything uses.
+
+    An `optimizer` that is given stands for that of the config.
+    """
     schedule = optimizers.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
     step = StepConfig(
         seed=run.seed,
@@ -359,15 +385,14 @@ def build_step(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Tra
         ema_decay=run.train.ema_decay,
         staging=staging(run, spec, rules.shape),
     )
-    return build_train_step(spec, run.optimizer, schedule, mesh, rules, step)
+    return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
 
 
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:
     """Returns how a pipeline cuts up the model's layers; None without one."""
     if shape.sizes["pipeline"] == 1:
         return None
-    depth = jax.tree.leaves(spec.trainable["blocks"])[0].shape[0]
-    return Staging(run.pipeline, depth, shape.sizes["pipeline"])
+    return Staging(run.pipeline, spec.depth, shape.sizes["pipeline"], spec.period)
 
 
 def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:
@@ -382,17 +407,23 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
 
 
 def _as_stored(x: jax.ShapeDtypeStruct, run: RunConfig) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, run.precision.params)
+    return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params))
 
 
-def text_batch(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of a batch of `size` sequences, as text datasets make it."""
-    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "positions": "int32"}
-    if run.data.packing == "documents":
-        dtypes["segment_ids"] = "int32"
-    dims = (size, run.batch.sequence_length)
-    batch = {name: jax.ShapeDtypeStruct(dims, dtype) for name, dtype in dtypes.items()}
-    return batch | {"sample": jax.ShapeDtypeStruct((size,), "int32")}
+def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of a batch of `size` samples, as the run's dataset makes it."""
+    sample = sample_shapes(run.data, run.batch.sequence_length).items()
+    return {name: jax.ShapeDtypeStruct((size, *dims), dtype) for name, (dims, dtype) in sample}
+
+
+def targets_per_sample(run: RunConfig) -> int:
+    """Returns how many targets a sample has, which speeds and FLOPs are told by; images have one."""
+    return math.prod(sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0])
+
+
+def counts(run: RunConfig, spec: ModelSpec) -> str:
+    """Returns how many parameters there are, and how many of them are trained."""
+    return adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts
 
 
 def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
@@ -405,9 +436,12 @@ def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
     """Returns the one line that says how the global batch is made up."""
     batch, flow = run.batch, num_microbatches(run, shape)
     each = batch.global_size // (batch.accumulation * flow * shape.batch_shards)
+    unit, tokens = "samples", ""
+    if run.data.is_text:
+        total = batch.global_size * batch.sequence_length
+        unit, tokens = "sequences", f"; x {batch.sequence_length} tokens = {total:,} tokens a step"
     return (
-        f"batch: {batch.global_size} sequences a step = {batch.accumulation} accumulation x "
+        f"batch: {batch.global_size} {unit} a step = {batch.accumulation} accumulation x "
         f"{f'{flow} microbatches x ' if flow > 1 else ''}{shape.batch_shards} batch shards x "
-        f"{each} per device; x {batch.sequence_length} tokens = "
-        f"{batch.global_size * batch.sequence_length:,} tokens a step"
+        f"{each} per device{tokens}"
     )

@@ -2,7 +2,7 @@
 (seed, global sample index). Device placement is in `jaxdist.data.loader`; the rest needs no jax."""
 
 from jaxdist.data.corpora import DataConfig
-from jaxdist.data.dataset import Dataset, SourceError, open_dataset
+from jaxdist.data.dataset import Dataset, SourceError, open_dataset, sample_shapes
 from jaxdist.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "Tokenizer",
     "load_tokenizer",
     "open_dataset",
+    "sample_shapes",
 ]

@@ -10,6 +10,9 @@ What `data.path` means, per source:
   huggingface  NAME[:CONFIG[:SPLIT]] of a dataset, or a folder of one        (extra hf)
   bin          token files: nanoGPT's raw uint16/uint32 (data.bin_dtype), or with Karpathy's header
   megatron     pairs PREFIX.bin + PREFIX.idx
+  digits       unused. No text: scikit-learn's scans of handwritten digits     (extra vision)
+  arrays       no text: a file of named arrays (`numpy.savez`), see `jaxdist.data.arrays`
+  given        what a sample of the batches given to `jaxdist.fit` holds, which writes it
 
 A document's id is its path below the folder or glob that found it, with `#line` or `#row` where a
 file holds many (or the record's own `id`), so a corpus can be moved without changing its split.
@@ -33,7 +36,11 @@ from jaxdist import extras
 from jaxdist.config import ConfigError
 from jaxdist.data.tokenizer import digest
 
-Source = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet", "mixture"]
+Source = Literal[
+    "stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet", "mixture", "digits", "arrays",
+    "given",
+]  # fmt: skip
+NOT_TEXT = ("digits", "arrays", "given")
 _STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
 
 
@@ -58,25 +65,31 @@ class DataConfig:
         """Returns `cache_dir` with `~` resolved."""
         return Path(self.cache_dir).expanduser()
 
+    @property
+    def is_text(self) -> bool:
+        return self.source not in NOT_TEXT
+
     def faults(self) -> list[str]:
         """Returns one line per illegal or contradictory option."""
         faults = []
-        if self.source not in ("stdlib", "mixture") and not self.path:
+        if self.source not in ("stdlib", "mixture", "digits") and not self.path:
             faults.append(f"data.source={self.source} needs data.path; it is empty. Set data.path.")
         if (self.source == "mixture") != bool(self.mixture):
             faults.append(
                 f"data.source={self.source} with {len(self.mixture)} entries in data.mixture: set "
                 'data.source=mixture and data.mixture=("0.7:stdlib:", "0.3:jsonl:FILE") together.'
             )
-        if self.source in ("mixture", "stdlib") and self.validation_path:
+        if self.source in ("mixture", "stdlib", "digits") and self.validation_path:
             faults.append(f"data.validation_path is not used by data.source={self.source}: clear it.")
         limits = {"validation_share": 255, "prefetch": 64, "validation_tokens": 2**62}
         for name, high in limits.items():
             if not 0 <= (value := getattr(self, name)) <= high:
                 faults.append(f"data.{name}={value}: required 0..{high}.")
-        if self.packing == "documents" and self.source == "bin":
+        if self.source == "given":
+            faults.append("data.source=given is what jaxdist.fit writes: only there batches are given.")
+        if self.packing == "documents" and self.source in ("bin", *NOT_TEXT):
             faults.append(
-                "data.packing=documents needs documents, and a .bin file has none: "
+                f"data.packing=documents needs documents, and data.source={self.source} has none: "
                 "set data.packing=window or use data.source=megatron."
             )
         return faults
@@ -87,7 +100,7 @@ def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     if config.source != "mixture":
         return [1.0], [config]
     weights, configs, faults = [], [], []
-    kinds = [kind for kind in typing.get_args(Source) if kind != "mixture"]
+    kinds = [kind for kind in typing.get_args(Source) if kind not in ("mixture", *NOT_TEXT)]
     # One text may hold several entries, as the command line gives them; a path may hold commas too.
     for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
         found = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist import extras
 from jaxdist.config import ConfigError
-from jaxdist.data import cache, formats, packing, tokenizer
+from jaxdist.data import arrays, cache, formats, packing, tokenizer
 from jaxdist.data.corpora import Corpus, DataConfig, open_corpus, sources_of
 from jaxdist.data.formats import TokenStore
 from jaxdist.data.order import Mixture, order_key, permute
@@ -29,15 +29,13 @@ class SourceError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The training or the held-out documents of one source, cut into samples."""
+    """The training or the held-out part of one source, cut into samples."""
 
-    store: TokenStore
-    chosen: np.ndarray  # [documents of store] bool
-    samples: packing.Windows | packing.PackedDocuments
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.store.length[self.chosen].sum())
+    name: str
+    samples: packing.Windows | packing.PackedDocuments | arrays.ArrayRows
+    num_tokens: int  # of arrays: samples
+    num_bytes: float | None = None  # of their text, UTF-8; None: unknown
+    scanned: bool = True  # whether all token ids are known to be in the vocabulary
 
 
 class Dataset:
@@ -48,7 +46,7 @@ class Dataset:
         tokenizer: Tokenizer | None, vocab_size: int | None, seed: int, fingerprint: str,
     ):  # fmt: skip
         train, held_out = zip(*sides, strict=True)
-        self.name = " + ".join(side.store.name for side in train)
+        self.name = " + ".join(side.name for side in train)
         self.fingerprint = fingerprint  # of the tokens, the split, the cut and the mixture
         self.tokenizer = tokenizer  # None: the tokens came without one
         self.bytes_per_token = _bytes_per_token(train)
@@ -58,7 +56,8 @@ class Dataset:
         self._sizes = np.array([samples.num_rows for samples in self._samples["train"]])
         self._keys = np.array([order_key(seed, str(i)) for i in range(len(sides))], np.uint64)
         self._mixture, self._vocab_size = Mixture(weights), vocab_size
-        self._unscanned = any(side.store.max_id is None for side in train + held_out)
+        self._unscanned = not all(side.scanned for side in train + held_out)
+        self._fills = not any(isinstance(side.samples, arrays.ArrayRows) for side in held_out)
         self.num_train_samples = int(self._sizes.sum())  # one epoch of each
         self.num_train_tokens = sum(side.num_tokens for side in train)
         self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
@@ -81,13 +80,18 @@ class Dataset:
 
     def num_validation_batches(self, global_size: int) -> int:
         """Returns how many batches of `global_size` rows hold all held-out samples.
-        Raises ConfigError where nothing is held out."""
-        if not self.num_validation_tokens:
+
+        Samples of arrays have no weights, so there no empty row can fill the last batch: only whole
+        batches count. Raises ConfigError where nothing is held out, or no whole batch."""
+        rows = int(self._ends[-1])
+        count = -(-rows // global_size) if self._fills else rows // global_size
+        if not self.num_validation_tokens or not count:
+            some = f"the {rows} samples held out are no whole batch of {global_size}"
             raise ConfigError(
-                f"data source {self.name}: nothing is held out for evaluation. Set "
+                f"data source {self.name}: {some if rows else 'nothing is held out'} for evaluation. Set "
                 "data.validation_path, raise data.validation_share, or set train.eval_every=0."
             )
-        return -(-int(self._ends[-1]) // global_size)
+        return count
 
     def validation_batch(self, number: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
         """Returns rows of held-out batch `number`; as train_batch, the last filled with empty rows.
@@ -143,7 +147,7 @@ def _read(samples: list, source: np.ndarray, rows: np.ndarray) -> Batch:
 
 def _bytes_per_token(sides: tuple[Side, ...]) -> float | None:
     """Returns UTF-8 bytes per token over all sides; None where one is unknown, or without tokens."""
-    sizes = [None if s.store.num_bytes is None else s.store.num_bytes[s.chosen].sum() for s in sides]
+    sizes = [side.num_bytes for side in sides]
     tokens = sum(side.num_tokens for side in sides)
     return None if None in sizes or not tokens else float(sum(filter(None, sizes)) / tokens)
 
@@ -170,14 +174,15 @@ def open_dataset(
     """
     if faults := config.faults():
         raise ConfigError(faults)
+    if not config.is_text:
+        return _open_arrays(config, seed, log)
     weights, configs = sources_of(config)
     texts = [None if c.source in ("bin", "megatron") else _open_text(c, log) for c in configs]
     encoder = _open_tokenizer(configs[0], [text for text in texts if text], folder, log)
     opener = _Opener(sequence_length, vocab_size, encoder, log)
     sides = [opener.sides(*pair) for pair in zip(configs, texts, strict=True)]
-    stores = [side.store for pair in sides for side in (pair if config.validation_path else pair[:1])]
     fingerprint = tokenizer.digest(
-        sequence_length, config.packing, config.validation_share, weights, *(s.fingerprint for s in stores)
+        sequence_length, config.packing, config.validation_share, weights, *opener.fingerprints
     )
     dataset = Dataset(
         sides, weights, tokenizer=encoder, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
@@ -189,6 +194,33 @@ def open_dataset(
     return dataset
 
 
+def _open_arrays(config: DataConfig, seed: int, log: cache.Log) -> Dataset:
+    found = arrays.open_arrays(config)
+    train, held_out = (Side(found.name, part, part.num_rows) for part in (found.train, found.held_out))
+    dataset = Dataset(
+        [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=found.fingerprint
+    )  # fmt: skip
+    kinds = arrays.sample_shapes(config).items()
+    about = ", ".join(f"{name} {list(dims)} {dtype}" for name, (dims, dtype) in kinds)
+    log(f"data: {found.name}: {found.train.num_rows} samples of {about}; {found.held_out.num_rows} held out")
+    return dataset
+
+
+def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns dims and dtype of what one sample of a config's dataset holds, by batch entry.
+
+    Raises:
+      ConfigError: `data.source=arrays` has no such file.
+    """
+    index: dict[str, tuple[tuple[int, ...], str]] = {arrays.INDEX: ((), "int32")}
+    if not config.is_text:
+        return arrays.sample_shapes(config) | index
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32", "positions": "int32"}
+    if config.packing == "documents":
+        dtypes["segment_ids"] = "int32"
+    return {name: ((sequence_length,), dtype) for name, dtype in dtypes.items()} | index
+
+
 @dataclasses.dataclass(frozen=True)
 class _Opener:
     """What the sources of one dataset share."""
@@ -197,6 +229,7 @@ class _Opener:
     vocab_size: int | None
     encoder: Tokenizer | None
     log: cache.Log
+    fingerprints: list[str] = dataclasses.field(default_factory=list)  # of the tokens opened
 
     def sides(self, config: DataConfig, text: Corpus | None) -> tuple[Side, Side]:
         """Returns the training and the held-out side of a source; `text` is None for token files."""
@@ -230,17 +263,22 @@ class _Opener:
                 f"data source {store.name}: token id {largest} with model.vocab_size="
                 f"{self.vocab_size}. Set model.vocab_size to {largest + 1} or more."
             )
+        self.fingerprints.append(store.fingerprint)
         return store
 
     def _side(
         self, config: DataConfig, store: TokenStore, chosen: np.ndarray, limit: int = 0, partial: bool = False
     ) -> Side:
+        samples: packing.Windows | packing.PackedDocuments
         if config.packing == "window":
-            windows = packing.Windows(store, chosen, self.length_S, limit=limit, partial=partial)
-            return Side(store, chosen, windows)
-        folder = config.cache_folder()
-        plan = packing.open_packing(store, chosen, self.length_S, limit=limit, folder=folder, log=self.log)
-        return Side(store, chosen, packing.PackedDocuments(store, plan, self.length_S))
+            samples = packing.Windows(store, chosen, self.length_S, limit=limit, partial=partial)
+        else:
+            folder, length = config.cache_folder(), self.length_S
+            plan = packing.open_packing(store, chosen, length, limit=limit, folder=folder, log=self.log)
+            samples = packing.PackedDocuments(store, plan, self.length_S)
+        num_bytes = None if store.num_bytes is None else store.num_bytes[chosen].sum()
+        num_tokens = int(store.length[chosen].sum())
+        return Side(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
 
 
 def _open_text(config: DataConfig, log: cache.Log) -> Corpus:

@@ -2,7 +2,7 @@
 
 Layouts. nanoGPT: raw little-endian uint16 (or uint32), nothing else. Karpathy's later files (llm.c,
 modded-nanogpt): 256 int32 = (20240520, version 1, number of tokens, 0...), then uint16. Megatron:
-facts/ecosystem.md section 1 [read in Megatron-LM; our writer and reader agree with each other].
+facts/ecosystem.md section 1 [read in Megatron-LM; the tests hold a writer of their own].
 """
 
 import glob
@@ -181,33 +181,3 @@ def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.n
     if (documents[0], documents[-1]) != (0, sequences) or np.any(np.diff(documents) < 0):
         raise fault
     return _MEGATRON_TYPES[code], lengths, offsets, documents
-
-
-def write_megatron(prefix: Path, documents: Iterable[np.ndarray], *, dtype: str = "uint16") -> None:
-    """Writes PREFIX.bin and PREFIX.idx, one sequence per document.
-
-    Args:
-      documents: token ids, [length] each.
-      dtype: uint16 for ids below 65536, else int32 (the format has no uint32).
-
-    Raises:
-      ValueError: where an id does not fit.
-      FileExistsError: where one of the files exists.
-    """
-    stored = np.dtype(dtype).newbyteorder("<")
-    code = next((c for c, name in _MEGATRON_TYPES.items() if np.dtype(name) == stored), None)
-    if code is None:
-        raise ValueError(f"dtype {dtype}: required one of uint8, int8, int16, uint16, int32, int64")
-    lengths: list[int] = []
-    with open(f"{prefix}.idx", "xb") as index, open(f"{prefix}.bin", "xb") as data:
-        for ids in documents:
-            tokens = np.asarray(ids).astype(stored)
-            if not np.array_equal(tokens, ids):
-                raise ValueError(f"document {len(lengths)}: an id does not fit in {dtype}")
-            data.write(tokens.tobytes())
-            lengths.append(tokens.size)
-        count = len(lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1] * stored.itemsize
-        index.write(_MEGATRON_HEADER.pack(_MEGATRON_MAGIC, 1, code, count, count + 1))
-        index.write(np.asarray(lengths, "<i4").tobytes() + offsets.astype("<i8").tobytes())
-        index.write(np.arange(count + 1, dtype="<i8").tobytes())

@@ -38,7 +38,7 @@ class Placer:
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
         self.rows: slice | np.ndarray = slice(None)  # of the global batch that this process reads
         if self._split:
-            self.rows = _local_rows(shardings["tokens"], global_size)
+            self.rows = _local_rows(next(iter(shardings.values())), global_size)
             self._local_row = np.zeros(global_size, np.int64)  # [G] position among the rows read here
             self._local_row[self.rows] = np.arange(len(self.rows))
 

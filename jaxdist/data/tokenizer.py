@@ -27,6 +27,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # ids are below it
     end_of_document: int | None  # id appended to every document, if the vocabulary has one
+    begin_of_document: int | None  # id that its file puts before a text: published models expect it
     fingerprint: str  # equal exactly when encoding is equal
     content: str | None  # of its tokenizer.json; None: it needs no file
 
@@ -45,6 +46,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_document: int | None = None
+    begin_of_document: int | None = None
     fingerprint = "bytes"
     content: str | None = None
 

@@ -1,0 +1,196 @@
+"""Samples that are rows of arrays: images and their labels, or whatever a model of one's own reads.
+
+`data.source=arrays` reads `data.path=FILE.npz`, any named arrays [N, ...] whose row i is sample i;
+`data.source=digits` has scikit-learn's 1797 scans of 8x8 pixels (extra vision). A batch has the same
+names and [B, ...]: floats as float32, integers as int32, an `image` of uint8 as float32 in [0, 1].
+The arrays are held in memory. What is held out is chosen by sample number, whatever the seed.
+"""
+
+import math
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist import extras
+from jaxdist.config import ConfigError
+from jaxdist.data.corpora import DataConfig
+from jaxdist.data.order import order_key, permute
+from jaxdist.data.packing import Batch
+from jaxdist.data.tokenizer import digest
+
+DIGITS = "jaxdist.data.digits"
+INDEX = "sample"  # the batch entry that is made here: the global sample index
+
+
+class Kind(NamedTuple):
+    """What one array holds, as it is stored."""
+
+    dims: tuple[int, ...]  # [N, ...]
+    dtype: np.dtype
+
+
+class ArrayRows:
+    """Some rows of arrays as samples; each counts as one target."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], rows: np.ndarray):
+        self._arrays, self._rows = arrays, rows
+        self.num_rows = self.num_targets = len(rows)
+
+    def read(self, rows: np.ndarray) -> Batch:
+        """Returns the samples [B], new arrays."""
+        chosen = self._rows[rows]
+        return {name: converted(name, values[chosen]) for name, values in self._arrays.items()}
+
+
+class Opened(NamedTuple):
+    """A source of arrays with what is trained on and what is held out."""
+
+    name: str
+    fingerprint: str
+    train: ArrayRows
+    held_out: ArrayRows
+
+
+def sample_shapes(config: DataConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns dims and dtype of one sample of a source that is not text, by batch entry; reads no values.
+
+    Raises:
+      ConfigError: the file is not what it must be, all faults at once.
+    """
+    if config.source == "given":
+        found = re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", config.path)
+        return {name: (tuple(map(int, filter(None, dims.split(",")))), dtype) for name, dtype, dims in found}
+    if config.source == "digits":
+        kinds = {
+            "image": Kind((1797, 8, 8, 1), np.dtype("float32")),
+            "label": Kind((1797,), np.dtype("int32")),
+        }
+    else:
+        kinds = _checked(config.path)[0]
+    return {name: (kind.dims[1:], _batch_dtype(name, kind.dtype)) for name, kind in kinds.items()}
+
+
+def describe_samples(batch: Mapping[str, np.ndarray]) -> str:
+    """Returns what `sample_shapes` reads: "image=float32[8,8,1] label=int32[]"."""
+    shapes = ((name, x.dtype, ",".join(map(str, x.shape[1:]))) for name, x in batch.items())
+    return " ".join(f"{name}={_batch_dtype(name, dtype)}[{dims}]" for name, dtype, dims in shapes)
+
+
+def open_arrays(config: DataConfig) -> Opened:
+    """Returns the samples of a config.
+
+    Raises:
+      ConfigError: the file is not what it must be, all faults at once.
+      ImportError: naming the extra that `digits` needs.
+    """
+    arrays, stamp = _digits() if config.source == "digits" else _read(config.path)
+    number, fingerprint = np.arange(_length(arrays)), digest(stamp, config.validation_share)
+    name = config.source if config.source == "digits" else f"arrays {config.path}"
+    if config.validation_path:
+        others, other_stamp = _read(config.validation_path)
+        if faults := _unlike(config, arrays, others):
+            raise ConfigError(faults)
+        held, train = np.arange(_length(others)), number
+        fingerprint = digest(stamp, other_stamp)
+    else:
+        others, shuffled = arrays, permute(number, len(number), order_key(0, "held out"))
+        count = math.ceil(len(number) * config.validation_share / 256)
+        held, train = np.sort(shuffled[:count]), np.sort(shuffled[count:])
+    if not len(train):
+        raise ConfigError(f"data source {name}: all {len(number)} samples are held out; give more of them")
+    held = held[: config.validation_tokens] if config.validation_tokens else held
+    return Opened(name, fingerprint, ArrayRows(arrays, train), ArrayRows(others, held))
+
+
+def _digits() -> tuple[dict[str, np.ndarray], str]:
+    arrays = extras.load(DIGITS, extra="vision").read()
+    return arrays, digest(*(values.tobytes().hex() for values in arrays.values()))
+
+
+def _length(arrays: Mapping[str, np.ndarray]) -> int:
+    return len(next(iter(arrays.values())))
+
+
+def _unlike(
+    config: DataConfig, arrays: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
+) -> list[str]:
+    """Returns why the held-out file cannot take the place of the training file."""
+    ours, theirs = ({n: list(x.shape[1:]) for n, x in file.items()} for file in (arrays, others))
+    if ours == theirs:
+        return []
+    return [f"data.validation_path={config.validation_path}: a sample has {theirs}, in data.path {ours}"]
+
+
+# --- .npz files -----------------------------------------------------------------------------------
+
+
+def _read(path: str) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the arrays of a file, and a stamp of its contents (the archive's own checksums)."""
+    kinds, stamp = _checked(path)
+    with np.load(Path(path).expanduser(), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in kinds}
+    wide = [n for n, x in arrays.items() if x.dtype.kind in "iu" and x.dtype.itemsize >= 4 and overflows(x)]
+    if wide:
+        raise ConfigError(f"data.path={path}: {', '.join(wide)} has values beyond int32, which batches hold")
+    return arrays, stamp
+
+
+def overflows(x: np.ndarray) -> bool:
+    """Returns whether an integer does not fit into int32, which batches hold."""
+    return int(x.max()) > np.iinfo(np.int32).max or int(x.min()) < np.iinfo(np.int32).min
+
+
+def _checked(path: str) -> tuple[dict[str, Kind], str]:
+    """Returns what the file's headers say and a stamp of it; raises every fault of them."""
+    try:
+        with zipfile.ZipFile(Path(path).expanduser()) as file:
+            kinds = {e.filename.removesuffix(".npy"): _header(file, e) for e in file.infolist()}
+            stamp = digest(*((e.filename, e.CRC, e.file_size) for e in file.infolist()))
+    except FileNotFoundError:
+        raise ConfigError(f"data.path={path}: no such file (looked from {Path.cwd()})") from None
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"data.path={path}: not a file of arrays ({error}); write one with numpy.savez(FILE, image=...)"
+        ) from None
+    faults = [f"data.path={path}: {fault}" for fault in faults_of(kinds)]
+    if faults:
+        raise ConfigError(faults)
+    return kinds, stamp
+
+
+def _header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Kind:
+    with file.open(entry) as array:
+        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+        major, _ = np.lib.format.read_magic(array)
+        if major not in read:
+            raise ValueError(f"{entry.filename} has format {major}")
+        dims, _, dtype = read[major](array)
+    return Kind(dims, dtype)
+
+
+def faults_of(kinds: Mapping[str, Kind]) -> list[str]:
+    """Returns what is wrong with arrays of such kinds as samples."""
+    found = [
+        f"{name} has dtype {kind.dtype}; give numbers (floats, integers or booleans)"
+        for name, kind in kinds.items() if kind.dtype.kind not in "biuf"
+    ]  # fmt: skip
+    if INDEX in kinds:
+        found.append(f"{INDEX!r} is the global sample index, which every batch has; rename the array")
+    counts = {name: kind.dims[0] if kind.dims else 0 for name, kind in kinds.items()}
+    if not kinds or min(counts.values()) < 1 or len(set(counts.values())) > 1:
+        found.append(f"arrays must be [N, ...] with one N >= 1, the samples; there are {counts}")
+    return found
+
+
+def _batch_dtype(name: str, dtype: np.dtype) -> str:
+    return "float32" if dtype.kind == "f" or (name, dtype) == ("image", np.uint8) else "int32"
+
+
+def converted(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns values as batches hold them: float32 or int32; bytes of `image` become 0..1."""
+    new = values.astype(_batch_dtype(name, values.dtype))
+    return new / np.float32(255) if (name, values.dtype) == ("image", np.uint8) else new

@@ -1,0 +1,13 @@
+"""scikit-learn's handwritten digits, which come with it; load this with `extras.load`."""
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+
+def read() -> dict[str, np.ndarray]:
+    """Returns image [1797, 8, 8, 1] float32 in [0, 1] and label [1797] int32."""
+    found = load_digits()
+    return {
+        "image": (found.images[..., None] / 16).astype(np.float32),
+        "label": found.target.astype(np.int32),
+    }

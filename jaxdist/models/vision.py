@@ -1,0 +1,155 @@
+"""The vision transformer (ViT, arXiv:2010.11929) for classification, staged like all our models.
+
+Letters: B batch, P patches (and the class token, if there is one), D model, F feed-forward, H heads,
+N head size, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.models.layers import ACTIVATIONS, Norm, biased, dropout, lift, named, normal, residual
+from jaxdist.models.staged import Batch, Context, Loss, run_blocks, shared_fields, stack, staged_loss
+from jaxdist.ops.attention import attention
+from jaxdist.ops.projection import project
+from jaxdist.precision import compute_dtype
+from jaxdist.sharding import shard
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes and variants; the defaults suit 8x8 digits."""
+
+    image_size: int = 8  # pixels of a side; images are square
+    channels: int = 1  # of a pixel
+    patch_size: int = 2  # pixels of a patch's side, divides image_size
+    num_classes: int = 10  # labels are 0 .. num_classes - 1
+    num_layers: int = 4  # blocks, >= 1
+    d_model: int = 64  # width of the residual stream
+    d_ff: int = 128  # width inside the feed-forward part
+    num_heads: int = 8  # attention heads, divides d_model
+    pooling: Literal["mean", "token"] = "mean"  # classified: the patches' mean, or a token of its own
+    dropout: float = 0.0  # share dropped of what attention and feed-forward add, [0, 1)
+    label_smoothing: float = 0.0  # share of the target that all classes get (arXiv:1512.00567), [0, 1)
+    norm_eps: float = 1e-6  # added to the variance
+
+    def faults(self) -> list[str]:
+        """Returns what is wrong with the values, each with its cure."""
+        sizes = {name: value for name, value in vars(self).items() if type(value) is int}
+        found = [f"model.{name}={value}: must be >= 1" for name, value in sizes.items() if value < 1]
+        for part, whole in (("patch_size", "image_size"), ("num_heads", "d_model")) if not found else ():
+            if sizes[whole] % sizes[part]:
+                found.append(f"model.{part}={sizes[part]} does not divide model.{whole}={sizes[whole]}")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
+        return found
+
+
+def _bias(*dims: int, names: tuple[str | None, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(dims), logical=names)
+
+
+class EncoderBlock(nnx.Module):
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); every patch sees all."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+        D, F, heads = config.d_model, config.d_ff, (config.num_heads, config.d_model // config.num_heads)
+        self.dropout, std, inner = config.dropout, D**-0.5, ("heads", "head_dim")
+        self.attention_norm = Norm(D, kind="layer", eps=config.norm_eps)
+        self.query, self.key, self.value = (
+            normal(rngs, (D, *heads), std, ("d_model", *inner)) for _ in range(3)
+        )
+        self.query_bias, self.key_bias, self.value_bias = (_bias(*heads, names=inner) for _ in range(3))
+        self.out = normal(rngs, (*heads, D), std, (*inner, "d_model"))
+        self.out_bias = _bias(D, names=("d_model",))
+        self.mlp_norm = Norm(D, kind="layer", eps=config.norm_eps)
+        self.up = normal(rngs, (D, F), std, ("d_model", "d_ff"))
+        self.up_bias = _bias(F, names=("d_ff",))
+        self.down = normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
+        self.down_bias = _bias(D, names=("d_model",))
+
+    def __call__(self, x_BPD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        x = x_BPD + dropout(self.attend(self._entering(self.attention_norm, x_BPD)), self.dropout, context, 1)
+        (h,) = project(self._entering(self.mlp_norm, x), self.up)
+        h = named(biased(h, self.up_bias), "mlp_up", "batch", "sequence", "d_ff")
+        (y,) = project(ACTIVATIONS["gelu_exact"](h), self.down)
+        y = named(biased(y, self.down_bias), "mlp_out", "batch", "residual", None)
+        return residual(x + dropout(y, self.dropout, context, 2)), {}
+
+    def attend(self, x_BPD: jax.Array) -> jax.Array:
+        """Returns what attention adds, [B, P, D]."""
+        heads = project(x_BPD, self.query, self.key, self.value)
+        biases = {"query": self.query_bias, "key": self.key_bias, "value": self.value_bias}
+        q, k, v = (
+            named(biased(y, bias), name, "batch", "sequence", "heads", None)
+            for y, (name, bias) in zip(heads, biases.items(), strict=True)
+        )
+        (y,) = project(attention(q, k, v, causal=False), self.out, contract=2)
+        return named(biased(y, self.out_bias), "attention_projection", "batch", "residual", None)
+
+    @staticmethod
+    def _entering(norm: Norm, x_BPD: jax.Array) -> jax.Array:
+        return shard(norm(x_BPD), "batch", "sequence", None)
+
+
+class VisionTransformer(nnx.Module):
+    """A classifier of batches {"image" [B, height, width, channel], "label" [B]}."""
+
+    Config = VisionConfig
+    casts_itself = True  # ops cast kernels to the compute dtype; parameters stay float32
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        pixels, token = c.patch_size**2 * c.channels, c.pooling == "token"
+        count = (c.image_size // c.patch_size) ** 2 + token
+        self.patch = normal(rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model"))
+        self.patch_bias = _bias(c.d_model, names=("d_model",))
+        self.position_embedding = normal(rngs, (count, c.d_model), 0.02, ("positions", "d_model"))
+        if token:
+            self.class_token = normal(rngs, (c.d_model,), 0.02, ("d_model",))
+        self.blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.num_layers, rngs)
+        self.final_norm = Norm(c.d_model, kind="layer", eps=c.norm_eps)
+        self.output = normal(rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None))
+        self.output_bias = _bias(c.num_classes, names=(None,))
+
+    def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
+        """Returns the cross-entropy over the samples; key None means no dropout."""
+        return staged_loss(self, batch, key)
+
+    def embed(self, batch: Batch) -> jax.Array:
+        """Returns the patches [B, P, D] in the compute dtype, row by row."""
+        c, image = self.config, batch["image"]
+        side, p = c.image_size // c.patch_size, c.patch_size
+        patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
+        patches = patches.reshape(len(image), side * side, -1)
+        (x,) = project(patches.astype(compute_dtype(self.patch[...].dtype)), self.patch)
+        x = biased(x, self.patch_bias)
+        if c.pooling == "token":
+            token = jnp.broadcast_to(lift(self.class_token[...], x), (len(image), 1, c.d_model))
+            x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
+        return residual(biased(x, self.position_embedding))
+
+    def logits(self, x_BPD: jax.Array) -> jax.Array:
+        """Returns float32 logits [B, C] from the last block's output."""
+        x = self.final_norm(x_BPD)
+        pooled = x[:, 0] if self.config.pooling == "token" else x.astype(jnp.float32).mean(1).astype(x.dtype)
+        (logits,) = project(shard(pooled, "batch", None), self.output)
+        return logits.astype(jnp.float32) + lift(self.output_bias[...], logits)
+
+    def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
+        """Returns the loss from the last block's output."""
+        c, log_p = self.config, jax.nn.log_softmax(self.logits(x_BPD))
+        target = jax.nn.one_hot(batch["label"], c.num_classes)
+        target = target * (1 - c.label_smoothing) + c.label_smoothing / c.num_classes
+        return Loss(-(target * log_p).sum(), jnp.float32(len(log_p)))
+
+    def forward(self, batch: Batch) -> jax.Array:
+        """Returns float32 logits [B, C] of a whole batch."""
+        x, _ = run_blocks(self.blocks, self.embed(batch), None, shared_fields(self, batch))
+        return self.logits(x)

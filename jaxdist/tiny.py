@@ -1,0 +1,44 @@
+"""The shipped configs at the size of a CPU minute: `--config NAME:tiny`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxdist.config import ConfigError
+
+
+def sized(config: ConfigDict, size: str | None) -> ConfigDict:
+    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same family.
+
+    Raises:
+      ConfigError: another size.
+    """
+    if size not in (None, "tiny"):
+        raise ConfigError(f"--config NAME:{size}: no such size; use NAME or NAME:tiny")
+    if size == "tiny":
+        grouped = config.model.num_kv_heads < config.model.num_heads
+        tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
+        with config.ignore_type():
+            config.update_from_flattened_dict(tiny)
+    return config
+
+
+_TINY: dict[str, Any] = {
+    "train.steps": 200,
+    "train.eval_every": 0,
+    "batch.global_size": 16,
+    "batch.sequence_length": 128,
+    "precision.compute": "float32",
+    "remat.policy": "dots",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 20,
+    "data.source": "stdlib",
+    "model.vocab_size": 256,
+    "model.num_layers": 4,
+    "model.d_model": 128,
+    "model.d_ff": 384,
+    "model.num_heads": 4,
+    "model.head_dim": 32,
+}
