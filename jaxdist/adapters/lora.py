@@ -1,0 +1,266 @@
+"""LoRA: a frozen model whose kernels W are read as W + alpha / rank x A B; only A and B are trained.
+
+`adapted` changes how a model is built: each matrix in it becomes an `Adapted`, which stands where the
+parameter stood. Layers that multiply with `ops.projection.project` (ours do) get x W + (x A) B, and
+never a copy of W: a quantised one (QLoRA) is gathered from its shards as it is stored, and restored
+layer by layer. Other layers read `kernel[...]`, which is W + alpha / rank x A B of the layers at hand.
+qwix adapts the modules it sees called, so none in a scan; A and B are therefore made here, in stacks
+like W's, and qwix does the quantising. Sources: LoRA (arXiv:2106.09685), QLoRA (arXiv:2305.14314).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist import extras, trees
+from jaxdist.config import ConfigError
+from jaxdist.ops.projection import Frozen, project, project_lightly
+from jaxdist.sharding import Names
+
+Base = Literal["none", "int8", "nf4"]
+Build = Callable[[nnx.Rngs], Any]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on a frozen model."""
+
+    rank: int = 0  # columns of A, rows of B; 0 = no adapters, all is trained
+    alpha: float = 16.0  # kernels act as W + alpha / rank x A B
+    targets: tuple[str, ...] = (".*",)  # regexes of how paths of kernels end: query, mlp/.*
+    base: Base = "none"  # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
+    from_peft: str = ""  # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
+
+
+def faults(config: LoraConfig) -> Iterator[str]:
+    """Yields what is wrong with the config alone, each with its cure."""
+    if config.rank < 0:
+        yield f"lora.rank={config.rank}: must be >= 0 (0 = no adapters)"
+    if not 0 < config.alpha < math.inf:
+        yield f"lora.alpha={config.alpha}: must be > 0"
+    for pattern in config.targets:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"lora.targets: {pattern!r} is no regex: {error}"
+    if config.rank and not config.targets:
+        yield 'lora.targets is empty; name kernels, for example ("query", "value")'
+    for name in ("base", "from_peft"):
+        if getattr(config, name) not in ("none", "") and not config.rank:
+            yield f"lora.{name}={getattr(config, name)}: needs adapters to train; set lora.rank"
+    if config.base != "none" and find_spec("qwix") is None:
+        yield f'lora.base={config.base} needs qwix: pip install "jaxdist[lora]"'
+
+
+class Adapted(nnx.Module):
+    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B."""
+
+    def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
+        self.logical, self.contract = shape.names, shape.contract
+        self.scaling = config.alpha / config.rank
+        self.form = None
+        names = [shape.names]
+        if config.base != "none":
+            make = extras.load("jaxdist.adapters.quantised", extra="lora").form_of
+            self.form = make(config.base, shape.names, shape.own, shape.contract, shape.path)
+            names.append(self.form.scale_names(shape.names))
+        for part, name, value in zip(self.parts, names, self._stored(kernel[...]), strict=True):
+            setattr(self, part, nnx.Param(value, logical=name, trainable=False))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parameters that W is kept in."""
+        return ("codes", "scales") if self.form else ("base",)
+
+    def _stored(self, kernel: jax.Array) -> tuple[jax.Array, ...]:
+        return self.form.store(kernel) if self.form else (kernel,)
+
+    def refill(self, kernel: jax.Array | tuple[jax.Array, ...]) -> None:
+        """Gives it another W: a kernel, or what `stored` gave of one."""
+        values = kernel if isinstance(kernel, tuple) else self._stored(kernel)
+        for part, value in zip(self.parts, values, strict=True):
+            getattr(self, part).set_value(value)
+
+    def add_low_rank(self, shape: Shape, rank: int, rngs: nnx.Rngs) -> None:
+        """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first nothing changes."""
+        inputs, outputs = shape.own[: shape.contract], shape.own[shape.contract :]
+        bound = math.prod(inputs) ** -0.5
+        a = jax.random.uniform(rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound)
+        b = jnp.zeros((*shape.stack, rank, *outputs))
+        before, after = shape.names[: shape.contract], shape.names[shape.contract :]
+        self.lora_a = nnx.Param(a, logical=(*before, None) if before else ())
+        self.lora_b = nnx.Param(b, logical=(None, *after) if after else ())
+
+    def frozen(self) -> Frozen:
+        """Returns W as `project` takes it."""
+        parts = [getattr(self, part) for part in self.parts]
+        names = tuple(part.logical for part in parts)
+        values = tuple(part[...] for part in parts)
+        return Frozen(values, names, self.form.restore) if self.form else Frozen(values, names)
+
+    def added(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns x W + alpha / rank x (x A) B for y = x W."""
+        if not hasattr(self, "lora_a"):
+            return y
+        (low,) = project(x, self.lora_a, contract=self.contract)
+        return y + project_lightly(low * self.scaling, self.lora_b)
+
+    def merged(self) -> jax.Array:
+        """Returns W + alpha / rank x A B in float32."""
+        stored = self.frozen()
+        kernel = stored.restored(*stored.parts).astype(jnp.float32)
+        if not hasattr(self, "lora_a"):
+            return kernel
+        product = jnp.tensordot
+        for _ in range(self.lora_a.ndim - self.contract - 1):
+            product = jax.vmap(product, in_axes=(0, 0, None))
+        return kernel + self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
+
+    def __getitem__(self, index) -> jax.Array:
+        """Returns what a layer reads that does not multiply with `project`."""
+        return self.merged()[index]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dims of a kernel, told apart."""
+
+    path: str
+    names: Names
+    stack: tuple[int, ...]  # dims before the kernel's own
+    own: tuple[int, ...]
+    contract: int  # how many of its own dims are inputs
+
+
+def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
+    """Returns the dims of a parameter that is a matrix, or why it gets no adapter.
+
+    Heads and head_dim are one dim. Without names a parameter under `blocks` has one stack dim.
+    """
+    names: Names = tuple(kernel.get_metadata().get("logical") or ())
+    own = len(names) if names else kernel.ndim - path.startswith("blocks/")
+    if "vocab" in names or "positions" in names or (not names and "embed" in path.lower()):
+        return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
+    if "experts" in names:
+        return "kernels of experts are not supported"
+    contract = 2 if names[1:2] == ("head_dim",) else 1
+    if own - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
+        return "it is no matrix"
+    at = kernel.ndim - own
+    return Shape(path, names, tuple(kernel.shape[:at]), tuple(kernel.shape[at:]), contract)
+
+
+def adapted(build: Build, config: LoraConfig) -> Build:
+    """Returns `build` of the model with adapters; unchanged with rank 0."""
+    return (lambda rngs: adapt(build(rngs), config, rngs)) if config.rank else build
+
+
+def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
+    """Returns the model, changed in place: kernels adapted, all that was a parameter frozen.
+
+    Raises:
+      ConfigError: a target that is no kernel; a kernel that cannot be quantised.
+    """
+    found = {path: (owner, name) for path, owner, name in _parameters(model)}
+    shapes = {path: shape_of(path, getattr(*place)) for path, place in found.items()}
+    chosen, problems = _chosen(shapes, config)
+    if problems:
+        raise ConfigError(problems)
+    for _, leaf in nnx.iter_graph(model):
+        if isinstance(leaf, nnx.Param):
+            leaf.set_metadata(trainable=False)
+    for path, (owner, name) in found.items():
+        shape, quantised = shapes[path], config.base != "none" and path.startswith("blocks/")
+        if not isinstance(shape, Shape) or not (path in chosen or quantised):
+            continue
+        new = Adapted(getattr(owner, name), shape, config)
+        setattr(owner, name, new)
+        if path in chosen:
+            new.add_low_rank(shape, config.rank, rngs)
+    return model
+
+
+def _parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
+    """Yields (path, the module that holds it, its name there) of all parameters that modules hold."""
+    for path, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param):
+                yield trees.SEPARATOR.join(map(str, (*path, name))), module, name
+
+
+def _chosen(found: dict[str, Shape | str], config: LoraConfig) -> tuple[set[str], list[str]]:
+    """Returns the paths of the kernels that the targets name, and what is wrong with targets."""
+    kernels = [path for path, shape in found.items() if isinstance(shape, Shape)]
+    chosen: set[str] = set()
+    problems = []
+    for pattern in config.targets:
+        ends = re.compile(rf"(^|/)({pattern})$")
+        hits = [path for path in found if ends.search(path)]
+        good = [path for path in hits if path in kernels]
+        chosen.update(good)
+        if not good:
+            why = f"{hits[0]}: {found[hits[0]]}" if hits else "finds no parameter"
+            there = ", ".join(kernels[:8]) or "none"
+            problems.append(f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {there}")
+    return chosen, problems
+
+
+def kernels(model: Any) -> dict[str, Adapted]:
+    """Returns what stands for kernels in a (perhaps abstract) model, by the kernels' paths."""
+    found = {trees.SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    return {path: module for path, module in found.items() if isinstance(module, Adapted)}
+
+
+def unadapted(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Any]
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Any]]:
+    """Returns shapes and a reader of the model's parameters without adapters: these are merged in.
+
+    Args:
+      model: may be abstract.
+      shapes: of the parameters with adapters by path, of which `read` gives each.
+    """
+    splits = {path: nnx.split(module) for path, module in kernels(model).items()}
+    plain = {path: dims for path, dims in shapes.items() if path.rpartition("/")[0] not in splits}
+    programs = {}
+    for path, (graph, state) in splits.items():
+        programs[path] = jax.jit(lambda state, graph=graph: nnx.merge(graph, state).merged())
+        plain[path] = jax.eval_shape(programs[path], state).shape
+
+    def read_merged(path: str) -> Any:
+        if path not in splits:
+            return read(path)
+        names = nnx.to_pure_dict(splits[path][1])
+        return jax.device_get(programs[path](nnx.State({name: read(f"{path}/{name}") for name in names})))
+
+    return plain, read_merged
+
+
+def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
+    """Returns how many weights each frozen array stands for: a byte of nf4 for two, scales for none."""
+    quantised = config.base != "none"
+    each = {"codes": 2 if config.base == "nf4" else 1, "scales": 0} if quantised else {}
+    return {
+        path: each.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
+        for path, leaf in trees.flatten_names(frozen).items()
+    }
+
+
+def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
+    """Returns how much is trained and how much lies frozen, of (abstract) parameters."""
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    base = sum(weights(frozen, config).values())
+    share, kind = 100 * adapters / (adapters + base), "as it is" if config.base == "none" else config.base
+    return (
+        f"trainable {adapters:,} of {adapters + base:,} parameters ({share:.2g} %), adapters "
+        f"{trees.tree_bytes(trainable):,} bytes, base {trees.tree_bytes(frozen):,} bytes ({kind})"
+    )

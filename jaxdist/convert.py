@@ -1,0 +1,151 @@
+"""`python -m jaxdist.convert --from A --to B --format huggingface|jaxdist`: a model in the other form.
+
+huggingface: of a workdir, a folder for `from_pretrained`. jaxdist: of such a folder, a workdir with
+config.json and checkpoints/0 (weights alone) for generate and evaluate; to train, give its path to
+train --config.init.from_huggingface instead. On the CPU, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import adapters, command_line, interop, recipe, trees, workdir
+from jaxdist import config as configs
+from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import ConfigError
+from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.interop import peft
+from jaxdist.models import registry
+from jaxdist.training.state import State
+
+LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
+DTYPES = ("float32", "bfloat16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    flags = _parser().parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    target = flags.target
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"--to {target}: something is there; give a folder that is empty or not there yet")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        to_huggingface = _to_peft if flags.adapters else _to_huggingface
+        converted = to_huggingface if flags.format == "huggingface" else _to_workdir
+        said = converted(flags, partial)
+        os.replace(partial, target)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NO_CHECKPOINT
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{target}: {said}")
+    return 0
+
+
+def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
+    config, kept = workdir.read_config(flags.source), flags.source / interop.KEPT
+    if config.model["target"] != registry.DEFAULT_TARGET:
+        raise ConfigError(f"model.target={config.model['target']}: required {registry.DEFAULT_TARGET}")
+    origin: dict[str, Any] = interop.read_config(kept) if kept.is_dir() else {}
+    if not origin and config.model["positions"] == "rotary":
+        origin["max_position_embeddings"] = config.batch.sequence_length
+    family, fields = interop.fields_of(config.model_options, origin)
+    interop.copy_small_files(kept, target)
+    own = flags.source / TOKENIZER_FILE
+    if own.is_file() and not (target / TOKENIZER_FILE).is_file():
+        fields |= interop.copy_own_tokenizer(own, target)
+    weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
+    shapes, read = adapters.unadapted(recipe.model_spec(config).abstract_model, weights.shapes, weights.read)
+    dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
+    written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
+    weights.close()
+    return f"step {weights.step} as {family.architecture}, {written:,} bytes of {dtype}"
+
+
+def _to_peft(flags: argparse.Namespace, target: Path) -> str:
+    config, kept = workdir.read_config(flags.source), flags.source / interop.KEPT
+    if not config.lora.rank:
+        raise ConfigError(f"--adapters: {flags.source} was trained without adapters; leave the flag out")
+    family, _ = interop.fields_of(config.model_options, interop.read_config(kept) if kept.is_dir() else {})
+    spec = recipe.model_spec(config)
+    weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
+    shapes, _ = adapters.unadapted(spec.abstract_model, weights.shapes, weights.read)
+    factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
+    weights.close()
+    base = config.init.from_huggingface
+    written = peft.write(target, family, config.lora, factors, shapes, base=base)
+    return f"step {weights.step}, the adapters for {family.architecture}, {written:,} bytes of float32"
+
+
+def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
+    fields = interop.read_config(flags.source)
+    family, values = interop.derive(fields)
+    config, dtype = recipe.default_config(), flags.dtype or "float32"
+    interop.copy_small_files(flags.source, target / interop.KEPT)
+    tokenizer = target / interop.KEPT / TOKENIZER_FILE
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+    longest = values["max_positions"] or fields.get("max_position_embeddings", LONGEST)
+    changes: dict[str, object] = {f"model.{name}": value for name, value in values.items()}
+    changes |= {"precision.params": dtype, "precision.compute": dtype}
+    changes["batch.sequence_length"] = min(longest, LONGEST)
+    if tokenizer.is_file() or values["vocab_size"] != 256:  # else its tokens may be bytes
+        changes["data.tokenizer"] = str(flags.target.resolve() / TOKENIZER_FILE)
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict(changes)
+    run, here = recipe.from_config(config), jax.devices()[:1]
+    _, _, spec = recipe.validate(run, here, with_data=False)
+    where = jax.sharding.SingleDeviceSharding(here[0])
+    wanted = {
+        path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
+        for path, x in trees.flatten_names(spec.trainable).items()
+    }
+    tensors = interop.open_weights(flags.source, values, {path: x.shape for path, x in wanted.items()})
+    state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, {}, None, None)
+    folder = workdir.checkpoints_folder(target, run)
+    with CheckpointStore(folder, dataclasses.replace(run.checkpoint, asynchronous=False)) as store:
+        store.save(0, state, {"converted_from": str(flags.source)})
+        if failed := [saved.error for saved in store.poll() if saved.error]:
+            raise failed[0]
+    workdir.write_json(target / workdir.CONFIG, configs.to_config_dict(run).to_dict())
+    read_as = ""
+    if fields.get("model_type") not in interop.FAMILIES:
+        read_as = f" ({fields.get('model_type')!r} is not known: compare its logits)"
+    if not tokenizer.is_file() and values["vocab_size"] != 256:
+        read_as += f"; it has no {TOKENIZER_FILE}: put one there for text"
+    return f"{spec.parameter_count:,} parameters, read as {family.architecture}{read_as}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxdist convert", description=__doc__)
+    add = parser.add_argument
+    add("--from", dest="source", required=True, type=Path, help="folder to read")
+    add("--to", dest="target", required=True, type=Path, help="folder to write: empty, or not there yet")
+    add("--format", required=True, choices=("huggingface", "jaxdist"), help="the form of what is written")
+    add("--adapters", action="store_true", help="huggingface, of a run with lora: write them as PEFT does")
+    add("--step", type=int, help="of a workdir: checkpoint to read (default: the newest)")
+    add("--dtype", choices=DTYPES, help="of what is written (default: that of a workdir; else float32)")
+    add("--max-shard-gb", type=float, default=5.0, help="of a safetensors file, in 1e9 bytes (default: 5)")
+    return parser
+
+
+if __name__ == "__main__":
+    command_line.main_with_config_errors(main)

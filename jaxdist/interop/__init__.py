@@ -1,0 +1,16 @@
+"""Hugging Face folders in and out.
+
+`families` are the tables (with `rules`, those of config.json), read in both directions: by `derivation`
+config.json <-> the transformer's values, by `reading` and `writing` tensors <-> its parameters.
+"""
+
+from jaxdist.interop.derivation import TRAINING, derive, different, fields_of, read_config, settled
+from jaxdist.interop.families import FAMILIES
+from jaxdist.interop.reading import Tensors, open_weights
+from jaxdist.interop.writing import KEPT, CheckpointWeights, copy_own_tokenizer, copy_small_files, export
+
+__all__ = [
+    "FAMILIES", "KEPT", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
+    "copy_small_files", "derive", "different", "export", "fields_of", "open_weights", "read_config",
+    "settled",
+]  # fmt: skip

@@ -1,0 +1,159 @@
+"""config.json of Hugging Face <-> the transformer's values, with every field accounted for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, suggest
+from jaxdist.interop.families import FAMILIES, LLAMA, Family
+from jaxdist.interop.rules import Source, shortest_period, spread
+from jaxdist.models.transformer import TransformerConfig
+
+CONFIG = "config.json"
+DEFAULTS = vars(TransformerConfig())
+TRAINING = ("dropout", "z_loss", "loss_chunk", "init_std", "zero_init_outputs")  # no matter for logits
+# Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout), other heads.
+_HARMLESS = re.compile(
+    "architectures|model_type|transformers_version|(torch_)?dtype|_name_or_path|use_cache|auto_map|"
+    "((bos|eos|pad|unk|sep|cls|mask|decoder_start)_)?token_id|initializer_range|max_position_embeddings|"
+    "original_max_position_embeddings|n_ctx|(attention|hidden)_dropout|(resid|embd|attn)_pdrop|pretraining_tp|"
+    "_?attn_implementation|cache_implementation|id2label|label2id|num_labels|problem_type|"
+    "task_specific_params|summary_.*|output_.*|return_dict|use_return_dict|gradient_checkpointing|"
+    "chunk_size_feed_forward|reorder_and_upcast_attn|tokenizer_class|is_llama_config|transformers\\.js_config|"
+    "torchscript|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config"
+)
+# Fields that change none where they are false, null or empty.
+_OFF = re.compile(
+    "is_(encoder_)?decoder|tie_encoder_decoder|add_cross_attention|cross_attention_hidden_size|pruned_heads|"
+    "use_mrope|rope_interleaved|quantization_config"
+)
+_CARRIED = re.compile("(bos|eos|pad)_token_id|max_position_embeddings|initializer_range|.*dropout|.*_pdrop")
+# Their config and tensors have Llama's names, and they compute something else.
+_UNLIKE = {"gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"}
+_UNLIKE |= dict.fromkeys(
+    ("cohere", "ernie4_5", "glm", "glm4", "gptj", "helium"), "it rotates pairs of dims, not halves of a head"
+)
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """Returns a folder's config.json; of a multimodal Gemma 3 its text part.
+
+    Raises:
+      ConfigError: there is none, or it is no JSON object.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
+        return {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
+    return config
+
+
+def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """Returns the family of a config.json, and the values of the transformer that it describes.
+
+    An architecture that has no table is read as Llama's.
+
+    Raises:
+      ConfigError: a field for each fault: missing, not understood, or with a value that is not built.
+    """
+    kind = config.get("model_type")
+    family, source, values = FAMILIES.get(str(kind), LLAMA), Source(config), dict[str, Any]()
+    for rule in family.rules:
+        values |= rule.read(source, values)
+    faults = source.close(_is_harmless)
+    if family.model_type != kind:
+        if "auto_map" in config:
+            faults.append(f"auto_map={config['auto_map']!r}: code of the folder, never run")
+        if str(kind) in _UNLIKE:
+            faults.append(f"model_type={kind!r}: {_UNLIKE[str(kind)]}")
+    if not faults:
+        faults = TransformerConfig(**values).faults()
+    if faults and family.model_type != kind:
+        known = f"there are {', '.join(FAMILIES)}, and what has Llama's fields and tensors"
+        faults.insert(0, f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}")
+    if faults:
+        raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
+    return family, settled(values)
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    return bool(_HARMLESS.fullmatch(key) or (not value and _OFF.fullmatch(key)))
+
+
+def fields_of(
+    values: Mapping[str, Any], origin: Mapping[str, Any] | None = None
+) -> tuple[Family, dict[str, Any]]:
+    """Returns the family that can express a transformer's values, and its config.json.
+
+    Each family writes what it can and reads it back: it fits if nothing has changed.
+
+    Args:
+      origin: the config.json that the model came with: its family is tried first, and what it says of
+        special tokens and dropout stays. Without one no token is special: classes' defaults may not exist.
+
+    Raises:
+      ConfigError: none fits; the values in which the nearest one differs.
+    """
+    wanted, nearest = settled(values), list[str]()
+    origin = origin or {}
+    about = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    about |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
+    for family in sorted(FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")):
+        fields = about | {"architectures": [family.architecture], "model_type": family.model_type}
+        for rule in family.rules:
+            fields |= rule.write(wanted)
+        try:
+            faults = different(wanted, derive(fields)[1])
+        except ConfigError as error:
+            faults = list(error.faults)
+        if not faults:
+            return family, fields
+        if not nearest or len(faults) < len(nearest) - 1:
+            known = ", ".join(FAMILIES)
+            first = f"none of {known} has these values; the nearest, {family.model_type}, differs:"
+            nearest = [first, *faults]
+    raise ConfigError(nearest)
+
+
+def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each value that is not the same, up to rounding."""
+    return [
+        f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
+        for name in ours.keys() & theirs.keys()
+        if ours[name] != theirs[name] and not _close(ours[name], theirs[name])
+    ]
+
+
+def _close(a: Any, b: Any) -> bool:
+    return isinstance(a, float) and isinstance(b, (int, float)) and math.isclose(a, b, rel_tol=1e-9)
+
+
+def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that logits depend on, those without effect at their defaults."""
+    v = {name: value for name, value in (DEFAULTS | dict(values)).items() if name not in TRAINING}
+    idle: list[str] = []
+    kinds = spread(v["layer_pattern"] if v["window"] else ("global",), v["num_layers"])
+    v["layer_pattern"] = shortest_period(kinds)
+    v["attention_scale"] = v["attention_scale"] or v["head_dim"] ** -0.5
+    stretch = ["rope_scaling", "rope_low_factor", "rope_high_factor", "rope_original_positions"]
+    if "local" not in kinds:
+        idle += ["window", "rope_theta_local"]
+    if v["rope_factor"] == 1:
+        idle += stretch + ["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"])
+    elif v["rope_scaling"] == "linear":
+        idle += stretch[1:]
+    rotary = [*stretch, "rope_theta", "rope_theta_local", "rope_factor", "rotary_fraction"]
+    idle += rotary if v["positions"] == "learned" else ["max_positions"]
+    return v | {name: DEFAULTS[name] for name in idle}

@@ -1,0 +1,276 @@
+"""What Hugging Face calls the transformer's parameters: one table a family, read in both directions.
+
+A line says which part of a stored tensor is which of our parameters, with both layouts in letters
+(`{}` is the layer, of which ours are a stack): "attention/query DHN -> HN D" is a matrix of rows
+(head, head dim) and columns d_model there, which here is [d_model, head, head dim]. Linear layers
+are stored (out, in), GPT-2's Conv1D (in, out). Sources: facts of transformers 5.23's modelling code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxdist.interop.rules import (
+    Rule,
+    activation,
+    attention_bias,
+    caps,
+    gemma_rotary,
+    gemma_scales,
+    gpt2_heads,
+    heads,
+    implied,
+    layers,
+    only,
+    plain,
+    rotary,
+)
+
+LAYER = "blocks/"  # what our stacks begin with
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of our parameters inside a stored tensor."""
+
+    path: str  # of our parameter
+    ours: str  # a letter for each of its dims but the layers
+    theirs: tuple[str, ...]  # for each stored dim the letters that it merges, the slowest first
+
+    def dims(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Returns the size of every letter, from our parameter's shape."""
+        own = shape[1:] if self.path.startswith(LAYER) else shape
+        return dict(zip(self.ours, own, strict=True))
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the part in its file."""
+        dims = self.dims(shape)
+        return tuple(math.prod(dims[letter] for letter in group) for group in self.theirs)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file (for each layer, where the name has braces): parts put together on an axis."""
+
+    name: str
+    parts: tuple[Part, ...]
+    axis: int = 0
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns its shape, from those of our parameters."""
+        parts = [part.stored_shape(shapes[part.path]) for part in self.parts]
+        total = sum(shape[self.axis] for shape in parts)
+        return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
+
+    def offset(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Returns where on the axis a part begins."""
+        before = self.parts[: self.parts.index(part)]
+        return sum(p.stored_shape(shapes[p.path])[self.axis] for p in before)
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of Hugging Face: how its config and its tensors map onto ours."""
+
+    model_type: str
+    architecture: str
+    rules: tuple[Rule, ...]
+    tensors: tuple[Stored, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)  # beginnings of names that also occur
+    ignored: str = r"rotary_emb\.inv_freq$"  # tensors that are no parameters, a regex
+
+    def present(self, paths: Mapping[str, object]) -> list[Stored]:
+        """Returns the tensors of a model that has these parameters of ours."""
+        return [stored for stored in self.tensors if stored.parts[0].path in paths]
+
+    def canonical(self, name: str) -> str:
+        """Returns the table's name of a stored tensor."""
+        for found, ours in self.renamed.items():
+            if re.match(found, name):
+                return re.sub(found, ours, name, count=1)
+        return name
+
+
+def _table(lines: Mapping[str, str | tuple]) -> tuple[Stored, ...]:
+    return tuple(_stored(name, line) for name, line in lines.items())
+
+
+def _stored(name: str, line: str | tuple) -> Stored:
+    axis, *parts = (0, line) if isinstance(line, str) else line
+    return Stored(name, tuple(_part(name, part) for part in parts), axis)
+
+
+def _part(name: str, text: str) -> Part:
+    own, _, theirs = text.partition(" -> ")
+    path, ours = own.split()
+    return Part(LAYER + path if "{}" in name else path, ours, tuple(theirs.split()))
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+_EDGES: dict[str, str | tuple] = {
+    "model.embed_tokens.weight": "embedding VD -> V D",
+    "model.norm.weight": "final_norm/scale D -> D",
+    "lm_head.weight": "output DV -> V D",
+}
+_L = "model.layers.{}."
+_ATTENTION: dict[str, str | tuple] = {
+    _L + "self_attn.q_proj.weight": "attention/query DHN -> HN D",
+    _L + "self_attn.k_proj.weight": "attention/key DKN -> KN D",
+    _L + "self_attn.v_proj.weight": "attention/value DKN -> KN D",
+    _L + "self_attn.o_proj.weight": "attention/out HND -> D HN",
+    _L + "self_attn.q_proj.bias": "attention/query_bias HN -> HN",
+    _L + "self_attn.k_proj.bias": "attention/key_bias KN -> KN",
+    _L + "self_attn.v_proj.bias": "attention/value_bias KN -> KN",
+    _L + "self_attn.o_proj.bias": "attention/out_bias D -> D",
+}
+_MLP: dict[str, str | tuple] = {
+    _L + "mlp.gate_proj.weight": "mlp/gate DF -> F D",
+    _L + "mlp.up_proj.weight": "mlp/up DF -> F D",
+    _L + "mlp.down_proj.weight": "mlp/down FD -> D F",
+}
+_PRE_NORMS = {
+    _L + "input_layernorm.weight": "attention_norm/scale D -> D",
+    _L + "post_attention_layernorm.weight": "mlp_norm/scale D -> D",
+}
+_BOTH_NORMS = {
+    _L + "input_layernorm.weight": "attention_norm/scale D -> D",
+    _L + "post_attention_layernorm.weight": "attention_post_norm/scale D -> D",
+    _L + "pre_feedforward_layernorm.weight": "mlp_norm/scale D -> D",
+    _L + "post_feedforward_layernorm.weight": "mlp_post_norm/scale D -> D",
+}
+_POST_NORMS = {
+    _L + "post_attention_layernorm.weight": "attention_post_norm/scale D -> D",
+    _L + "post_feedforward_layernorm.weight": "mlp_post_norm/scale D -> D",
+}
+_HEAD_NORMS = {
+    _L + "self_attn.q_norm.weight": "attention/query_norm/scale N -> N",
+    _L + "self_attn.k_norm.weight": "attention/key_norm/scale N -> N",
+}
+_PROJECTION_NORMS = {
+    _L + "self_attn.q_norm.weight": "attention/query_norm/scale HN -> HN",
+    _L + "self_attn.k_norm.weight": "attention/key_norm/scale KN -> KN",
+}
+_FUSED: dict[str, str | tuple] = {
+    _L + "self_attn.qkv_proj.weight": (
+        0, "attention/query DHN -> HN D", "attention/key DKN -> KN D", "attention/value DKN -> KN D",
+    ),
+    _L + "self_attn.o_proj.weight": "attention/out HND -> D HN",
+    _L + "mlp.gate_up_proj.weight": (0, "mlp/gate DF -> F D", "mlp/up DF -> F D"),
+    _L + "mlp.down_proj.weight": "mlp/down FD -> D F",
+}  # fmt: skip
+_G = "transformer.h.{}."
+_GPT2: dict[str, str | tuple] = {
+    "transformer.wte.weight": "embedding VD -> V D",
+    "transformer.wpe.weight": "position_embedding PD -> P D",
+    _G + "ln_1.weight": "attention_norm/scale D -> D",
+    _G + "ln_1.bias": "attention_norm/bias D -> D",
+    _G + "attn.c_attn.weight": (
+        1, "attention/query DHN -> D HN", "attention/key DKN -> D KN", "attention/value DKN -> D KN",
+    ),
+    _G + "attn.c_attn.bias": (
+        0, "attention/query_bias HN -> HN", "attention/key_bias KN -> KN", "attention/value_bias KN -> KN",
+    ),
+    _G + "attn.c_proj.weight": "attention/out HND -> HN D",
+    _G + "attn.c_proj.bias": "attention/out_bias D -> D",
+    _G + "ln_2.weight": "mlp_norm/scale D -> D",
+    _G + "ln_2.bias": "mlp_norm/bias D -> D",
+    _G + "mlp.c_fc.weight": "mlp/up DF -> D F",
+    _G + "mlp.c_fc.bias": "mlp/up_bias F -> F",
+    _G + "mlp.c_proj.weight": "mlp/down FD -> F D",
+    _G + "mlp.c_proj.bias": "mlp/down_bias D -> D",
+    "transformer.ln_f.weight": "final_norm/scale D -> D",
+    "transformer.ln_f.bias": "final_norm/bias D -> D",
+    "lm_head.weight": "output DV -> V D",
+}  # fmt: skip
+
+# --- families -------------------------------------------------------------------------------------
+
+_SIZES = (
+    plain("vocab_size", "vocab_size"),
+    plain("num_layers", "num_hidden_layers"),
+    plain("d_model", "hidden_size"),
+    plain("d_ff", "intermediate_size"),
+    plain("num_heads", "num_attention_heads"),
+)
+_UNTIED, _TIED = (plain("tie_embeddings", "tie_word_embeddings", tied) for tied in (False, True))
+_EPS5, _EPS6 = (plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
+_USUAL = (*_SIZES, heads(), activation("hidden_act"))
+_GEMMA = (
+    # The text part of multimodal folders leaves out what is as in the class.
+    plain("vocab_size", "vocab_size", 262_208), plain("num_layers", "num_hidden_layers", 26),
+    plain("d_model", "hidden_size", 2304), plain("d_ff", "intermediate_size", 9216),
+    plain("num_heads", "num_attention_heads", 8), heads(kv=4, head_dim=256),
+    activation("hidden_activation", "gelu_pytorch_tanh"), only("hidden_act", "gelu_pytorch_tanh"),
+    _EPS6, _TIED, gemma_scales(), attention_bias(),
+    only("use_bidirectional_attention", False, None),
+    implied(norm="rms_plus_one", norm_position="both"),
+)  # fmt: skip
+
+LLAMA = Family(
+    "llama", "LlamaForCausalLM",
+    (*_USUAL, _EPS6, _UNTIED, rotary(), attention_bias(), only("mlp_bias", False)),
+    _table(_EDGES | _ATTENTION | _MLP | _PRE_NORMS),
+)  # fmt: skip
+_FAMILIES = (
+    LLAMA,
+    Family(
+        "mistral", "MistralForCausalLM", (*_USUAL, _EPS6, _UNTIED, rotary(), layers("all", 4096)),
+        LLAMA.tensors,
+    ),
+    Family(
+        "qwen2", "Qwen2ForCausalLM",
+        (*_USUAL, _EPS6, _UNTIED, rotary(), implied(bias="qkv"), layers("flag", 4096)),
+        LLAMA.tensors,
+    ),
+    Family(
+        "qwen3", "Qwen3ForCausalLM",
+        (
+            *_SIZES, heads(head_dim=128), activation("hidden_act"), _EPS6, _UNTIED, rotary(),
+            attention_bias(), implied(qk_norm="head"), layers("flag", 4096),
+        ),
+        LLAMA.tensors + _table(_HEAD_NORMS),
+    ),
+    Family(
+        "gemma2", "Gemma2ForCausalLM", (*_GEMMA, rotary(), layers("pattern", 4096, 2), caps(50.0, 30.0)),
+        _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS),
+    ),
+    Family(
+        "gemma3_text", "Gemma3ForCausalLM",
+        (*_GEMMA, layers("pattern", 4096, 6), gemma_rotary(), caps(None, None), implied(qk_norm="head")),
+        _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _HEAD_NORMS),
+        renamed={r"language_model\.model\.|model\.language_model\.": "model.", r"language_model\.lm": "lm"},
+        ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
+    ),
+    Family(
+        "gpt2", "GPT2LMHeadModel",
+        (
+            plain("vocab_size", "vocab_size"), plain("num_layers", "n_layer"), plain("d_model", "n_embd"),
+            plain("num_heads", "n_head"), plain("max_positions", "n_positions", 1024), gpt2_heads(),
+            plain("norm_eps", "layer_norm_epsilon", 1e-5), _TIED,
+            activation("activation_function", "gelu_new"),
+            implied(norm="layer", positions="learned", gated=False, bias="all"),
+            only("scale_attn_weights", True), only("scale_attn_by_inverse_layer_idx", False),
+            only("add_cross_attention", False),
+        ),
+        _table(_GPT2),
+        renamed={r"(?=(h\.|wte\.|wpe\.|ln_f\.))": "transformer."},
+        ignored=r"\.attn\.(masked_)?bias$",
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), layers("all", None)),
+        _table(_EDGES | _FUSED | _PRE_NORMS),
+    ),
+    Family(
+        "olmo2", "Olmo2ForCausalLM",
+        (
+            *_USUAL, _EPS5, _UNTIED, rotary(), attention_bias(),
+            implied(norm_position="post", qk_norm="projection"),
+        ),
+        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _PROJECTION_NORMS),
+    ),
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

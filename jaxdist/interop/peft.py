@@ -1,0 +1,197 @@
+"""Adapters as PEFT files: adapter_config.json and adapter_model.safetensors.
+
+A family's table says which of our kernels a linear layer of theirs is. Where several are one (GPT-2's
+c_attn), so are their adapters: A's rows are put together and B is block diagonal, of as many times the
+rank. The other way round, the one A that such a layer has by itself goes to each of our kernels.
+Source: files and code of peft 0.21.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxdist.adapters import LoraConfig
+from jaxdist.config import ConfigError
+from jaxdist.interop.families import Family, Part, Stored
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SHOWN = 12
+# Fields of adapter_config.json that change what an adapter does, with the values that ours have.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "lora_bias": (False,), "use_dora": (False,),
+    "use_qalora": (False,), "use_bdlora": (None, False), "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []), "layer_replication": (None, []), "alora_invocation_tokens": (None,),
+    "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,), "velora_config": (None,),
+    # Other ways to begin change the model as well (pissa, olora, corda, loftq).
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}  # fmt: skip
+
+
+def write(
+    target: Path, family: Family, config: LoraConfig, adapters: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]], *, base: str,
+) -> int:  # fmt: skip
+    """Writes a folder for `PeftModel.from_pretrained`; returns the bytes of its tensors.
+
+    Args:
+      adapters: our A and B by path, "blocks/attention/query/lora_a" [L, D, rank].
+      shapes: of the model's parameters without adapters.
+      base: where the model lies that they adapt, for people and PEFT to find it.
+
+    Raises:
+      ConfigError: the family has no tensor for a kernel.
+    """
+    homeless = {path.rpartition("/")[0] for path in adapters}
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for stored in family.present(shapes):
+        parts = [part for part in stored.parts if f"{part.path}/lora_a" in adapters]
+        homeless -= {part.path for part in parts}
+        for layer in range(shapes[parts[0].path][0] if parts else 0):
+            name = stored.name.format(layer).removesuffix(".weight")
+            ranks[re.split(r"\.\d+\.", name)[1]] = len(parts) * config.rank
+            a, b = _fused(stored, parts, adapters, shapes, layer)
+            tensors |= {f"{_PREFIX}{name}.lora_A.weight": a, f"{_PREFIX}{name}.lora_B.weight": b}
+    if homeless:
+        raise ConfigError(f"{family.model_type} has no tensor for adapters of {', '.join(sorted(homeless))}")
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / WEIGHTS, {"format": "pt"})
+    wide = {name: rank for name, rank in ranks.items() if rank != config.rank}
+    about = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "r": config.rank, "lora_alpha": config.alpha, "target_modules": sorted(ranks), "rank_pattern": wide,
+        "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in wide.items()},
+        "fan_in_fan_out": family.model_type == "gpt2", "lora_dropout": 0.0, "bias": "none",
+        "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+        "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None,
+    }  # fmt: skip
+    (target / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return sum(x.nbytes for x in tensors.values())
+
+
+def read(
+    folder: Path | str, family: Family, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+    """Returns our A and B by path, as float32, from a folder that PEFT or `write` wrote.
+
+    Targets that the folder does not adapt keep A = B = 0.
+
+    Args:
+      shapes: of our A and B, by path.
+
+    Raises:
+      ConfigError: it is no such folder; it adapts more, or otherwise, than `config` says.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        with safe_open(folder / WEIGHTS, "np") as file:
+            tensors = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"lora.from_peft={folder}: no adapter that PEFT wrote: {error}") from error
+    faults = [
+        f"{name}={about[name]!r} is not supported; required {legal[0]!r}"
+        for name, legal in _REQUIRED.items() if about.get(name, legal[0]) not in legal
+    ]  # fmt: skip
+    found = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
+    for name in () if faults else tensors:
+        faults += _take(found, name, tensors, family, about, config)
+    if faults:
+        shown = list(dict.fromkeys(faults))[:_SHOWN]
+        raise ConfigError(f"lora.from_peft={folder}: {fault}" for fault in shown)
+    return found
+
+
+def _take(found, name, tensors, family, about, config) -> Iterator[str]:
+    """Fills in what one A of theirs, with its B, gives of ours; yields what is wrong with it."""
+    module, is_a, _ = name.partition(".lora_A.weight")
+    if not is_a:
+        if not name.endswith(".lora_B.weight"):
+            yield f"the tensor {name} is not understood"
+        return
+    canonical = family.canonical(f"{module}.weight")
+    for stored in family.tensors:
+        pattern = re.escape(stored.name).replace(r"\{\}", r"(\d+)")
+        if not (match := re.fullmatch(pattern, canonical)) or not match.groups():
+            continue
+        for part in stored.parts:
+            if f"{part.path}/lora_a" not in found:
+                yield f"{module} has an adapter, and {part.path} is no target; name it in lora.targets"
+                return
+        rank = tensors[name].shape[0]
+        scale = _scale(about, module, rank)
+        pieces = _apart(stored, found, tensors[name], tensors[f"{module}.lora_B.weight"], config.rank)
+        if pieces is None:
+            yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
+        elif not math.isclose(scale, config.alpha / config.rank, rel_tol=1e-6):
+            yield (
+                f"{module} has alpha / rank = {scale:.6g}, lora.alpha={config.alpha:g} makes it "
+                f"{config.alpha / config.rank:.6g}; set lora.alpha={scale * config.rank:g}"
+            )
+        else:
+            for path, value in pieces.items():
+                found[path][int(match[1])] = value
+        return
+    yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
+
+
+def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
+    """Returns the factor of A B in a module of theirs."""
+    patterns = about.get("alpha_pattern") or {}
+    own = [value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)]
+    alpha = own[0] if own else about.get("lora_alpha", 8)
+    return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
+
+
+# --- a layer of theirs and kernels of ours --------------------------------------------------------
+
+
+def _sizes(part: Part, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the input and output dims of a kernel of ours [L, *inputs, *outputs]."""
+    inputs = next(group for group in part.theirs if part.ours.startswith(group))
+    return dims[1 : 1 + len(inputs)], dims[1 + len(inputs) :]
+
+
+def _fused(stored: Stored, parts: list[Part], adapters, shapes, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns PEFT's A [ranks, in] and B [out, ranks] of a layer of theirs, adapted in some of its parts."""
+    outputs = [math.prod(_sizes(part, shapes[part.path])[1]) for part in stored.parts]
+    rows = [adapters[f"{part.path}/lora_a"][layer] for part in parts]
+    rank = rows[0].shape[-1]
+    b = np.zeros((sum(outputs), rank * len(parts)), np.float32)
+    for number, part in enumerate(parts):
+        at = stored.parts.index(part)
+        block = adapters[f"{part.path}/lora_b"][layer].reshape(rank, -1).T
+        b[sum(outputs[:at]) : sum(outputs[: at + 1]), rank * number : rank * (number + 1)] = block
+    a = np.concatenate([np.asarray(row, np.float32).reshape(-1, rank).T for row in rows])
+    return np.ascontiguousarray(a), b
+
+
+def _apart(stored: Stored, ours, a: np.ndarray, b: np.ndarray, rank: int) -> dict[str, np.ndarray] | None:
+    """Returns A and B of our kernels from those of a layer of theirs; None: the rank does not fit."""
+    count, found, row = len(stored.parts), {}, 0
+    blocks = a.shape[0] == rank * count  # as `_fused` put them together, if nothing is off the diagonal
+    if not blocks and a.shape[0] != rank:
+        return None
+    for number, part in enumerate(stored.parts):
+        paths = f"{part.path}/lora_a", f"{part.path}/lora_b"
+        dims = [ours[path].shape[1:] for path in paths]
+        columns = slice(rank * number, rank * (number + 1)) if blocks else slice(None)
+        size = math.prod(dims[1][1:])
+        mine = b[row : row + size]
+        row += size
+        if blocks and np.delete(mine, np.r_[columns], axis=1).any():
+            return None
+        found[paths[0]] = a[columns].T.reshape(dims[0]).astype(np.float32)
+        found[paths[1]] = mine[:, columns].T.reshape(dims[1]).astype(np.float32)
+    return found

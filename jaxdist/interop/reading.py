@@ -1,0 +1,225 @@
+"""Tensors of a Hugging Face folder, read slice by slice into the shardings of our parameters.
+
+Each process reads the bytes of its own devices' shards, and each distinct shard once. Beside the
+arrays themselves the host holds one shard of one parameter, and the piece of one tensor in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxdist.config import ConfigError
+from jaxdist.interop.derivation import derive, different, read_config, settled
+from jaxdist.interop.families import LAYER, Family, Part, Stored
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16")
+_ALIGNED = 64  # bytes
+_SHOWN = 12  # faults of a kind that are spelt out
+_Index = tuple[slice, ...]
+
+
+def open_weights(
+    folder: Path | str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Tensors:
+    """Returns the tensors of a folder for a transformer of these values, with parameters of these shapes.
+
+    Raises:
+      ConfigError: the folder's model is another one, or its files are not complete.
+    """
+    family, theirs = derive(read_config(folder))
+    if faults := different(settled(values), theirs):
+        raise ConfigError(f"{folder} holds another model than the config: {fault}" for fault in faults)
+    tensors = Tensors(folder, family)
+    tensors.check(shapes)
+    return tensors
+
+
+def _as_it_is(path: str, value: jax.Array) -> jax.Array:
+    return value
+
+
+class Tensors:
+    """The safetensors files of a folder, opened and checked; no tensor is read yet."""
+
+    def __init__(self, folder: Path | str, family: Family):
+        """Opens them.
+
+        Raises:
+          ConfigError: files that are missing, cut short or not what the index says.
+        """
+        self.folder, self.family, self.bytes_read = Path(folder), family, 0
+        self._handles: dict[str, Any] = {}  # the table's name -> a tensor's slices
+        faults: list[str] = []
+        for file, promised in self._files().items():
+            try:
+                opened = safe_open(self.folder / file, "np")
+            except (OSError, SafetensorError) as error:
+                faults.append(f"{self.folder / file}: {error}; copy it again")
+                continue
+            there = set(opened.keys())
+            faults += _listed(f"{file} lacks what {INDEX} promises", promised - there)
+            faults += _listed(f"{file} holds what {INDEX} does not list", promised and there - promised)
+            self._handles |= {family.canonical(name): opened.get_slice(name) for name in there}
+        if faults:
+            raise ConfigError(faults)
+
+    def _files(self) -> dict[str, set[str]]:
+        """Returns the files, and the tensors that the index says each has."""
+        if not (self.folder / INDEX).is_file():
+            if (self.folder / SINGLE).is_file():
+                return {SINGLE: set()}
+            pickled = any(self.folder.glob("*.bin"))
+            why = "pickled weights, which are never read;" if pickled else f"no {SINGLE} or {INDEX};"
+            raise ConfigError(f"{self.folder}: {why} save it by save_pretrained of transformers")
+        try:
+            names = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files: dict[str, set[str]] = {}
+            for name, file in names.items():
+                files.setdefault(file, set()).add(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
+        if away := [file for file in files if Path(file).name != file]:
+            raise ConfigError(f"{self.folder / INDEX} names files outside the folder: {', '.join(away)}")
+        return files
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each file."""
+        return {file: (self.folder / file).stat().st_size for file in self._files()}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ConfigError unless the tensors are exactly those of parameters with these shapes."""
+        wanted = stored_shapes(self.family, shapes)
+        faults = homeless(self.family, shapes)
+        faults += _listed("missing tensors", wanted.keys() - self._handles.keys())
+        extra = (n for n in self._handles.keys() - wanted.keys() if not re.search(self.family.ignored, n))
+        tied = "embedding" in shapes and "output" not in shapes
+        faults += _listed("unexpected tensors", (n for n in extra if not (tied and n == "lm_head.weight")))
+        for name in sorted(wanted.keys() & self._handles.keys()):
+            handle = self._handles[name]
+            found, dtype = tuple(handle.get_shape()), handle.get_dtype()
+            if found != wanted[name]:
+                faults.append(f"{name} has shape {found}, config.json makes it {wanted[name]}")
+            elif dtype not in _DTYPES:
+                faults.append(f"{name} is {dtype}; required {', '.join(_DTYPES)}")
+        if faults:
+            raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
+
+    def load(
+        self,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+        settle: Callable[[str, jax.Array], Any] = _as_it_is,
+    ) -> dict[str, Any]:
+        """Returns the parameters by path, each in its abstract array's dtype and sharding.
+
+        Args:
+          settle: makes what is kept of a parameter, given its path, before the next one is read.
+
+        Raises:
+          ConfigError: see `check`; nothing is read then.
+        """
+        shapes = {path: x.shape for path, x in abstract.items()}
+        self.check(shapes)
+        found = {}
+        for stored in self.family.present(shapes):
+            for part in stored.parts:
+                offset = stored.offset(part, shapes)
+                found[part.path] = settle(part.path, self._place(stored, part, offset, abstract[part.path]))
+        return found
+
+    def _place(self, stored: Stored, part: Part, offset: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+        assert x.sharding is not None, f"{part.path} needs a sharding"
+        shards: dict[tuple, list[jax.Device]] = {}
+        for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+            ranges = tuple(s.indices(n)[:2] for s, n in zip(index or (), x.shape, strict=True))
+            shards.setdefault(ranges, []).append(device)
+        arrays = []
+        for ranges, devices in shards.items():
+            block = self._shard(stored, part, offset, x, ranges)
+            arrays += [jax.device_put(block, device) for device in devices]
+            jax.block_until_ready(arrays)  # the block may go before the next is made
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+
+    def _shard(self, stored, part, offset, x, ranges) -> np.ndarray:
+        """Returns one shard, of all its layers."""
+        stacked = part.path.startswith(LAYER)
+        block = _empty([stop - start for start, stop in ranges], x.dtype)
+        for row, layer in enumerate(range(*ranges[0]) if stacked else [0]):
+            name, own = stored.name.format(layer), ranges[1:] if stacked else ranges
+            (block[row] if stacked else block)[...] = self._piece(
+                name, part, stored.axis, offset, x.shape, own
+            )
+        return block
+
+    def _piece(self, name, part, axis, offset, shape, ranges) -> np.ndarray:
+        """Returns a range of a parameter of one layer, in our layout and the file's dtype."""
+        dims, where = part.dims(shape), dict(zip(part.ours, ranges, strict=True))
+        runs = [_runs(group, dims, where) for group in part.theirs]
+        runs[axis] = [slice(run.start + offset, run.stop + offset) for run in runs[axis]]
+        handle, pieces = self._handles[name], []
+        for slices in itertools.product(*runs):
+            pieces.append(handle[slices])
+            self.bytes_read += pieces[-1].nbytes
+        whole = pieces[0] if len(pieces) == 1 else _put_together(pieces, runs)
+        order = "".join(part.theirs)
+        apart = whole.reshape([where[letter][1] - where[letter][0] for letter in order])
+        return apart.transpose([order.index(letter) for letter in part.ours])
+
+
+def _empty(dims: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array at an address that jax's CPU arrays can keep: others are copied."""
+    size = math.prod(dims) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNED, np.uint8)
+    start = -raw.ctypes.data % _ALIGNED
+    return raw[start : start + size].view(dtype).reshape(dims)
+
+
+def _runs(group: str, dims: Mapping[str, int], where: Mapping[str, tuple[int, int]]) -> list[slice]:
+    """Returns the ranges of a merged dim that hold the chosen range of each of its letters."""
+    runs = [(0, 1)]
+    for letter in group:
+        size, chosen = dims[letter], where[letter]
+        if chosen == (0, size):
+            runs = [(start * size, stop * size) for start, stop in runs]
+        else:
+            runs = [(i * size + chosen[0], i * size + chosen[1]) for run in runs for i in range(*run)]
+    return [slice(*run) for run in runs]
+
+
+def _put_together(pieces: Sequence[np.ndarray], runs: Sequence[Sequence[slice]]) -> np.ndarray:
+    """Returns the pieces, which are of all combinations of runs, as one array."""
+    for dim in reversed(range(len(runs))):
+        count = len(runs[dim])
+        pieces = [np.concatenate(pieces[i : i + count], dim) for i in range(0, len(pieces), count)]
+    return pieces[0]
+
+
+def stored_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns name and shape of every tensor of a model whose parameters have these shapes."""
+    return {
+        stored.name.format(layer): stored.shape(shapes)
+        for stored in family.present(shapes)
+        for layer in range(shapes[stored.parts[0].path][0] if "{}" in stored.name else 1)
+    }
+
+
+def homeless(family: Family, paths: Mapping[str, Any]) -> list[str]:
+    """Returns a fault if the family has no tensor for some of our parameters."""
+    known = {part.path for stored in family.tensors for part in stored.parts}
+    return _listed(f"{family.model_type} has no tensor for the parameters", paths.keys() - known)
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return [f"{what}: {', '.join(ordered[:_SHOWN])}{more}"] if ordered else []

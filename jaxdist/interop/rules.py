@@ -1,0 +1,338 @@
+"""How fields of a Hugging Face config.json and the transformer's values give each other.
+
+A rule reads some fields and gives some values; written backwards, it gives the fields that it would
+read those values from (or ones that come near: `derivation` reads back what was written and compares).
+Fields have the older spelling where there are two (rope_theta and rope_scaling, not rope_parameters):
+transformers 4 and 5 read that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdist.models.transformer import TransformerConfig
+
+Values = Mapping[str, Any]  # fields of TransformerConfig
+REQUIRED = object()
+
+
+class Source:
+    """A config.json that notes which fields were read, and what is wrong with them."""
+
+    def __init__(self, config: Mapping[str, Any], prefix: str = ""):
+        self.config, self.prefix, self.faults = dict(config), prefix, list[str]()
+        self.read: set[str] = set()
+
+    def take(self, key: str, default: Any = REQUIRED) -> Any:
+        """Returns a field, or its default where it is absent."""
+        self.read.add(key)
+        if key not in self.config and default is REQUIRED:
+            self.faults.append(f"{self.prefix}{key} is missing from config.json, and required")
+            return 1  # a number, for the rules that go on with it
+        return self.config.get(key, default)
+
+    def number(self, key: str, default: Any = REQUIRED, kind: type = float) -> Any:
+        """Returns a field of a kind: bool, int (>= 0) or float (> 0, any number); null is the default."""
+        value = self.take(key, default)
+        value = default if value is None and default is not REQUIRED else value
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if kind is bool and not isinstance(value, bool) or kind is int and not (whole and value >= 0):
+            why = "true or false" if kind is bool else "a whole number"
+        elif kind is float and not (whole or isinstance(value, float)) or value != value or value < 0:
+            why = "a number > 0"
+        else:
+            return value
+        if value is None and default is None:
+            return None
+        return self.refuse(key, value, f"{why} is required", 1)
+
+    def refuse(self, key: str, value: Any, why: str, instead: Any = None) -> Any:
+        """Notes a fault of a field; returns `instead`."""
+        self.faults.append(f"{self.prefix}{key}={value!r}: {why}")
+        return instead
+
+    def inside(self, key: str, value: Any) -> Source:
+        """Returns a nested mapping as a source of its own; what it lacks is its reader's to say."""
+        if not isinstance(value, Mapping):
+            value = self.refuse(key, value, "a mapping is required", {})
+        return Source(value, f"{self.prefix}{key}.")
+
+    def close(self, harmless: Callable[[str, Any], bool] = lambda key, value: False) -> list[str]:
+        """Returns all faults: those noted, and the fields that nothing has read."""
+        return self.faults + [
+            f"{self.prefix}{key}={value!r}: this field is not understood"
+            for key, value in self.config.items()
+            if key not in self.read and value is not None and not harmless(key, value)
+        ]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values from fields, given the values of the rules before; and fields from all values."""
+
+    read: Callable[[Source, Values], dict[str, Any]]
+    write: Callable[[Values], dict[str, Any]] = lambda values: {}
+
+
+def plain(ours: str, key: str, default: Any = REQUIRED) -> Rule:
+    """Returns the rule of a value that is a field as it stands."""
+    kind = type(getattr(TransformerConfig(), ours))
+    return Rule(
+        lambda source, _: {ours: source.number(key, default, kind)}, lambda values: {key: values[ours]}
+    )
+
+
+def implied(**ours: Any) -> Rule:
+    """Returns the rule of values that the architecture has, and no field says."""
+    return Rule(lambda source, _: dict(ours))
+
+
+def only(key: str, *legal: Any) -> Rule:
+    """Returns the rule of a field of which we build some values alone; absent, it has the first."""
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        if (value := source.take(key, legal[0])) not in legal:
+            source.refuse(key, value, f"not supported; required {' or '.join(map(repr, legal))}")
+        return {}
+
+    return Rule(read, lambda values: {key: legal[0]})
+
+
+# --- heads, activation, biases, scales ------------------------------------------------------------
+
+
+def heads(*, kv: int | None = None, head_dim: int | None = None) -> Rule:
+    """Returns the rule of key heads and head size; by default num_heads, and hidden_size / num_heads."""
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        num = source.number("num_key_value_heads", kv, int) or values["num_heads"]
+        size = source.number("head_dim", head_dim, int) or values["d_model"] // max(values["num_heads"], 1)
+        return {"num_kv_heads": num, "head_dim": size}
+
+    return Rule(read, lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]})
+
+
+def gpt2_heads() -> Rule:
+    """Returns the rule of GPT-2's heads and feed-forward width, which follow from the others."""
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        width, num = values["d_model"], values["num_heads"]
+        d_ff = source.number("n_inner", None, int) or 4 * width
+        return {"num_kv_heads": num, "head_dim": width // max(num, 1), "d_ff": d_ff}
+
+    return Rule(read, lambda values: {"n_inner": values["d_ff"]})
+
+
+# Of a function with several names the one that we write comes first.
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
+    "gelu": "gelu_exact", "relu": "relu",
+}  # fmt: skip
+
+
+def activation(key: str, default: Any = REQUIRED) -> Rule:
+    """Returns the rule of the feed-forward part's activation; GPT-2's files call the tanh one gelu_new."""
+    names = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
+    names |= {"gelu": "gelu_new"} if default == "gelu_new" else {}
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        value = source.take(key, default)
+        if str(value) not in _ACTIVATIONS:
+            source.refuse(key, value, f"not built; there are {', '.join(_ACTIVATIONS)}")
+        return {"activation": _ACTIVATIONS.get(str(value), "silu")}
+
+    return Rule(read, lambda values: {key: names[values["activation"]]})
+
+
+def attention_bias() -> Rule:
+    """Returns the rule of Llama's attention_bias: q, k, v and out have one, or none has."""
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        return {"bias": "attention" if source.number("attention_bias", False, bool) else "none"}
+
+    return Rule(read, lambda values: {"attention_bias": values["bias"] == "attention"})
+
+
+def caps(attention: float | None, final: float | None) -> Rule:
+    """Returns the rule of Gemma's soft-caps, with their defaults; null is none, as 0 is here."""
+    ours = {
+        "attention_softcap": ("attn_logit_softcapping", attention),
+        "logit_softcap": ("final_logit_softcapping", final),
+    }
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        given = {
+            name: 0.0 if source.take(*key) is None else source.number(*key) for name, key in ours.items()
+        }
+        return {name: float(value) for name, value in given.items()}
+
+    return Rule(read, lambda values: {key: values[name] or None for name, (key, _) in ours.items()})
+
+
+def gemma_scales() -> Rule:
+    """Returns the rule of the factors of Gemma's attention logits and embeddings."""
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        scalar = source.number("query_pre_attn_scalar", 256) or 1
+        return {"attention_scale": scalar**-0.5, "embedding_scale": float(values["d_model"]) ** 0.5}
+
+    def write(values: Values) -> dict[str, Any]:
+        scalar = values["attention_scale"] ** -2 if values["attention_scale"] else values["head_dim"]
+        whole = round(scalar)  # the field's type
+        return {"query_pre_attn_scalar": whole if math.isclose(whole, scalar, rel_tol=1e-9) else scalar}
+
+    return Rule(read, write)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+_KINDS = {"full_attention": "global", "sliding_attention": "local"}
+_NAMES = {ours: name for name, ours in _KINDS.items()}
+
+
+def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern that, repeated and cut off, gives the kinds of all layers."""
+    for size in range(1, len(kinds) + 1):
+        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:size])
+    return tuple(kinds)
+
+
+def spread(pattern: Sequence[str], depth: int) -> list[str]:
+    """Returns the kind of each layer."""
+    return [pattern[i % len(pattern)] for i in range(depth)]
+
+
+def layers(form: str, window: int | None, period: int = 0) -> Rule:
+    """Returns the rule of sliding windows, with the class's default window.
+
+    Args:
+      form: "all": every layer has the window, unless it is null (Mistral, Phi-3); "flag": of
+        use_sliding_window, from max_window_layers on (Qwen); "pattern": all but each `period`-th (Gemma).
+    """
+
+    def kinds(source: Source, depth: int) -> list[str]:
+        if form == "all":
+            return ["local"] * depth
+        if form == "flag":
+            first = source.number("max_window_layers", 28, int)
+            first = first if source.number("use_sliding_window", False, bool) else depth
+            computed = ["global" if i < first else "local" for i in range(depth)]
+        else:
+            every = source.number("sliding_window_pattern", period, int)
+            every = source.number("_sliding_window_pattern", every, int) or 1
+            computed = ["local" if (i + 1) % every else "global" for i in range(depth)]
+        given = source.take("layer_types", None)
+        if given is None:
+            return computed
+        if (
+            not isinstance(given, list)
+            or len(given) != depth
+            or any(str(name) not in _KINDS for name in given)
+        ):
+            why = f"required one of {', '.join(_KINDS)} for each of {depth} layers"
+            source.refuse("layer_types", given, why)
+            return computed
+        return [_KINDS[name] for name in given]
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        size, found = source.take("sliding_window", window), kinds(source, values["num_layers"])
+        if "local" not in found or (size is None and form == "all"):
+            return {"window": 0, "layer_pattern": ("global",)}
+        if not isinstance(size, int) or size < 1:
+            source.refuse("sliding_window", size, "there are sliding layers, so it must be >= 1")
+        return {"window": size, "layer_pattern": shortest_period(found)}
+
+    def write(values: Values) -> dict[str, Any]:
+        pattern, depth = values["layer_pattern"], values["num_layers"]
+        found, some = spread(pattern, depth), "local" in pattern
+        if form == "all":
+            return {"sliding_window": values["window"] if some else None}
+        fields: dict[str, Any] = {"sliding_window": values["window"] if some else window}
+        fields["layer_types"] = [_NAMES[kind] for kind in found]
+        if form == "flag":
+            first = found.index("local") if some else depth
+            return fields | {"use_sliding_window": some, "max_window_layers": first}
+        every = len(pattern)  # transformers before 4.53 knows this field alone
+        regular = pattern == ("local",) * (every - 1) + ("global",)
+        return fields | ({"sliding_window_pattern": every} if regular and period == 6 else {})
+
+    return Rule(read, write)
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+_LLAMA3 = {
+    "rope_factor": "factor", "rope_low_factor": "low_freq_factor", "rope_high_factor": "high_freq_factor",
+    "rope_original_positions": "original_max_position_embeddings",
+}  # fmt: skip
+_SCALINGS: dict[str, dict[str, str]] = {
+    "default": {}, "linear": {"rope_factor": "factor"}, "llama3": _LLAMA3,
+}  # fmt: skip
+
+
+def rotary(*, partial: bool = False) -> Rule:
+    """Returns the rule of one rotary base for all layers; `partial`: a share of a head may turn."""
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        new, old = source.take("rope_parameters", None), source.take("rope_scaling", None)
+        key = "rope_scaling" if old else "rope_parameters"
+        inner = source.inside(key, old or new or {})
+        theta = inner.number("rope_theta", source.number("rope_theta", 10_000.0))
+        share = inner.number("partial_rotary_factor", source.number("partial_rotary_factor", 1.0))
+        if share != 1 and not partial:
+            source.refuse("partial_rotary_factor", share, "not built for this architecture; required 1.0")
+        found = _stretch(inner)
+        source.faults += inner.close()
+        return {"rope_theta": float(theta), "rotary_fraction": float(share)} | found
+
+    def write(values: Values) -> dict[str, Any]:
+        share = {"partial_rotary_factor": values["rotary_fraction"]} if partial else {}
+        return {"rope_theta": values["rope_theta"], "rope_scaling": _scaling(values)} | share
+
+    return Rule(read, write)
+
+
+def gemma_rotary() -> Rule:
+    """Returns the rule of Gemma 3's two bases; only global layers are stretched."""
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        both = source.inside("rope_parameters", source.take("rope_parameters", None) or {})
+        full, local = (both.inside(name, both.take(name, None) or {}) for name in _KINDS)
+        full.config |= source.inside("rope_scaling", source.take("rope_scaling", None) or {}).config
+        theta = full.number("rope_theta", source.number("rope_theta", 1_000_000.0))
+        base = local.number("rope_theta", source.number("rope_local_base_freq", 10_000.0))
+        found = _stretch(full)
+        if _stretch(local):
+            local.refuse("rope_type", local.config.get("rope_type"), "not built; required 'default'")
+        source.faults += full.close() + local.close() + both.close()
+        has_local = "local" in values["layer_pattern"]
+        return {"rope_theta": float(theta), "rope_theta_local": float(base) if has_local else 0.0} | found
+
+    def write(values: Values) -> dict[str, Any]:
+        base = values["rope_theta_local"] or values["rope_theta"]
+        scaling = _scaling(values)
+        return {"rope_theta": values["rope_theta"], "rope_local_base_freq": base, "rope_scaling": scaling}
+
+    return Rule(read, write)
+
+
+def _stretch(rope: Source) -> dict[str, Any]:
+    """Returns the values of a rope mapping's type and factors."""
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    if str(kind) not in _SCALINGS:
+        rope.read |= rope.config.keys()  # what else belongs to it need not be told
+        return rope.refuse("rope_type", kind, f"not built; there are {', '.join(_SCALINGS)}", {})
+    found: dict[str, Any] = {ours: rope.number(key) for ours, key in _SCALINGS[kind].items()}
+    return found | {"rope_scaling": kind} if found else {}
+
+
+def _scaling(values: Values) -> dict[str, Any] | None:
+    """Returns the rope_scaling that stretches so, None where nothing is stretched."""
+    if values["rope_factor"] == 1:
+        return None
+    kind = values["rope_scaling"]
+    return {"rope_type": kind} | {key: values[ours] for ours, key in _SCALINGS[kind].items()}

@@ -1,0 +1,170 @@
+"""A Hugging Face folder from a checkpoint: sharded safetensors, index, config and tokenizer files.
+
+One of our parameters, the stack of its layers, is in memory at a time; files are mapped, and filled in
+whatever order that brings. So the host needs the largest parameter (of Llama 70B a sixth of the model),
+beside what the kernel keeps of files and can drop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxdist import extras
+from jaxdist.checkpoint import fingerprint, integrity
+from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.config import ConfigError
+from jaxdist.interop import derivation
+from jaxdist.interop.families import LAYER, Family
+from jaxdist.interop.reading import INDEX, SINGLE, homeless, stored_shapes
+
+KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+_DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+
+
+def copy_small_files(source: Path | str, target: Path) -> None:
+    """Copies what of a Hugging Face folder says how to use its weights, if it is there at all."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (derivation.CONFIG, GENERATION, *TOKENIZER_FILES):
+        if (file := Path(source) / name).is_file():
+            shutil.copyfile(file, target / name)
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint, checked against its manifest and read one parameter at a time."""
+
+    def __init__(self, folder: Path, step: int | None = None):
+        """Chooses `step`, or the newest one that is sound; of a run that has one, the moving average.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        folder, reasons = folders.as_path(folder), dict[int, str]()
+        run = integrity.identity(folder, create=False)
+        for number in [step] if step is not None else folders.all_steps(folder)[::-1]:
+            try:
+                self.manifest = integrity.check(folder, number, run=run)
+                self.step, self._path = number, folders.step_path(folder, number)
+                arrays = folders.read_step(folder, number).arrays
+                break
+            except (CheckpointError, OSError) as error:
+                reasons[number] = str(error)
+        else:
+            tried = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
+            raise CheckpointError(f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons)
+        groups = ("ema/" if any(n.startswith("ema/") for n in arrays) else "trainable/", "frozen/")
+        self._names = {n.partition("/")[2]: n for n in arrays if n.startswith(groups)}
+        self.shapes = {path: arrays[name].shape for path, name in self._names.items()}
+        self._dtypes = {path: arrays[name].dtype for path, name in self._names.items()}
+        self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(timeout_s=600)
+
+    def read(self, path: str) -> np.ndarray:
+        """Returns a parameter on the host.
+
+        Raises:
+          CheckpointError: it is not what was saved.
+        """
+        name, here = self._names[path], jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        wanted = {name: jax.ShapeDtypeStruct(self.shapes[path], self._dtypes[path], sharding=here)}
+        found = self._backend.read(self._path, wanted)
+        if fingerprint.of(found)[name] != self.manifest.fingerprints.get(name):
+            raise CheckpointError(f"step {self.step}: {name} is not what was saved, by fingerprint")
+        return np.asarray(found[name])
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def export(
+    target: Path, family: Family, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray], *, dtype: str, max_shard_bytes: int,
+) -> int:  # fmt: skip
+    """Writes weights and config.json for `from_pretrained`; returns the bytes of the tensors.
+
+    Args:
+      fields: config.json as `derivation.fields_of` made it.
+      shapes: of our parameters, by path; `read` gives each of them.
+      dtype: "float32" or "bfloat16".
+
+    Raises:
+      ConfigError: parameters for which the family has no tensor.
+    """
+    if faults := homeless(family, shapes):
+        raise ConfigError(faults)
+    target.mkdir(parents=True, exist_ok=True)
+    views, total = _create_files(target, stored_shapes(family, shapes), dtype, max_shard_bytes)
+    for stored, part in [(tensor, part) for tensor in family.present(shapes) for part in tensor.parts]:
+        value, shape = read(part.path), part.stored_shape(shapes[part.path])
+        start, order = stored.offset(part, shapes), [part.ours.index(x) for x in "".join(part.theirs)]
+        place = (slice(None),) * stored.axis + (slice(start, start + shape[stored.axis]),)
+        for layer, x in enumerate(value if part.path.startswith(LAYER) else [value]):
+            views[stored.name.format(layer)][place] = x.transpose(order).reshape(shape)
+    _write_json(target / derivation.CONFIG, dict(fields) | {"torch_dtype": dtype})
+    return total
+
+
+def _create_files(
+    target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, max_shard_bytes: int
+) -> tuple[dict[str, np.ndarray], int]:
+    """Creates files of zeros and their index; returns a mapped array for each tensor, and all their bytes."""
+    code, kind = _DTYPES[dtype]
+    sizes = {name: math.prod(shapes[name]) * kind.itemsize for name in sorted(shapes, key=_by_number)}
+    shards: list[dict[str, int]] = [{}]
+    for name, size in sizes.items():
+        if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = size
+    views, index = {}, {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        ends = dict(zip(shard, itertools.accumulate(shard.values()), strict=True))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
+            name: {"dtype": code, "shape": shapes[name], "data_offsets": [end - shard[name], end]}
+            for name, end in ends.items()
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that tensors are aligned
+        first = 8 + len(text)
+        (target / file).write_bytes(len(text).to_bytes(8, "little") + text)
+        data = np.memmap(target / file, np.uint8, "r+", shape=(first + sum(shard.values()),))
+        for name, end in ends.items():
+            part = data[first + end - shard[name] : first + end]
+            views[name], index[name] = part.view(kind).reshape(shapes[name]), file
+    total = sum(sizes.values())
+    if len(shards) > 1:
+        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    return views, total
+
+
+def _by_number(name: str) -> list:
+    """Returns a key that sorts layer 10 behind layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
+    """Copies a tokenizer.json of ours so that transformers can load it; returns fields for config.json."""
+    shutil.copyfile(file, target / file.name)
+    special = [t for t in json.loads(file.read_text(encoding="utf-8"))["added_tokens"] if t["special"]]
+    about = {"eos_token": special[0]["content"]} if len(special) == 1 else {}
+    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | about)
+    return {"eos_token_id": special[0]["id"]} if about else {}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

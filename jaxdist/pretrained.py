@@ -1,0 +1,137 @@
+"""A run that begins with a Hugging Face folder: its model's values, its tokenizer, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxdist import adapters, interop, recipe, trees
+from jaxdist.config import ConfigError
+from jaxdist.data import load_tokenizer
+from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.interop import peft
+from jaxdist.interop.families import Family
+from jaxdist.models import registry
+from jaxdist.recipe import RunConfig
+from jaxdist.resilience import peers
+from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.training.state import State, describe, stored_dtype
+from jaxdist.training.step import TrainStep
+
+
+def adopt(config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None) -> None:
+    """Sets model.* and data.tokenizer of a config to those of the folder init.from_huggingface.
+
+    Args:
+      chosen: paths that the user has set; these stay, and must agree with the folder.
+      before: the config of a run that goes on; it knows all, and the folder is not read again.
+
+    Raises:
+      ConfigError: what in the folder's config.json is not built; what disagrees with it; no tokenizer.
+    """
+    source = config.init.from_huggingface
+    if before is not None and before.init.from_huggingface == source:
+        theirs = {n: v for n, v in before.model.items() if n not in interop.TRAINING}
+        tokenizer = before.data.tokenizer
+    else:
+        folder = Path(source).expanduser()
+        theirs = {"target": registry.DEFAULT_TARGET} | interop.derive(interop.read_config(folder))[1]
+        tokenizer = _tokenizer_of(folder, config, theirs["vocab_size"], chosen)
+    ours = {n: v for n, v in config.model.items() if f"model.{n}" in chosen and n in theirs}
+    if faults := interop.different(ours, theirs):
+        raise ConfigError(f"{fault} (init.from_huggingface={source}); leave it out" for fault in faults)
+    with config.unlocked(), config.ignore_type():
+        config.model.update(theirs)
+        if "data.tokenizer" not in chosen:
+            config.data.tokenizer = tokenizer
+
+
+def _tokenizer_of(folder: Path, config: ConfigDict, vocab_size: int, chosen: Collection[str]) -> str:
+    """Returns the data.tokenizer for the folder's model: its own, if anything needs one."""
+    file = folder / TOKENIZER_FILE
+    made_elsewhere = config.data.source in ("bin", "megatron") or "data.tokenizer" in chosen
+    if not file.is_file() and not made_elsewhere and vocab_size != load_tokenizer("bytes").vocab_size:
+        raise ConfigError(
+            f"init.from_huggingface={folder}: no {TOKENIZER_FILE} there; let transformers write one "
+            f"(AutoTokenizer.from_pretrained(...).save_pretrained(...)), or set data.tokenizer"
+        )
+    return str(file) if file.is_file() else config.data.tokenizer
+
+
+def begin(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog) -> State:
+    """Returns the first state of a run: fresh, or with the weights of init.from_huggingface.
+
+    What goes with the weights (config, tokenizer) is copied into the workdir `folder`, for exports.
+
+    Raises:
+      ConfigError: the folder of the weights cannot be read, or holds another model.
+    """
+    if not config.init.from_huggingface:
+        return built.init()
+    watch.at("restore")
+    source = Path(config.init.from_huggingface).expanduser()
+    wanted = base_parameters(config, built.views.abstract)
+    tensors, fault, factors = None, None, {}
+    try:
+        tensors = interop.open_weights(source, config.model_options, {p: x.shape for p, x in wanted.items()})
+        factors = _adapter(config, tensors.family, built.views.abstract)
+    except ConfigError as error:
+        fault = error
+    peers.agree(lambda: {"init.from_huggingface": fault or tensors is None or tensors.sizes()})
+    if fault or tensors is None:
+        raise fault or AssertionError("a fault is all that leaves no tensors")
+    if jax.process_index() == 0:
+        interop.copy_small_files(source, folder / interop.KEPT)
+        if (kind := interop.read_config(source).get("model_type")) not in interop.FAMILIES:
+            print(f"{source}: {kind!r} is not known, and read as a llama: compare its logits")
+    return built.init(tensors.load(wanted, _quantiser(config, built.views.abstract)) | factors)
+
+
+def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Array]:
+    """Returns A and B of lora.from_peft by path, laid out as the run has them; without it nothing."""
+    if not config.lora.from_peft:
+        return {}
+    where = trees.flatten_names(flat.trainable)
+    read = peft.read(config.lora.from_peft, family, config.lora, {p: x.shape for p, x in where.items()})
+
+    def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        assert x.sharding is not None
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda at: read[path][at].astype(x.dtype))
+
+    return {path: placed(path, x) for path, x in where.items()}
+
+
+def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any]:
+    """Returns what makes of a kernel, in its shards, what a quantised base keeps of it."""
+    found = adapters.kernels(recipe.model_spec(config).abstract_model)
+    there = trees.flatten_names(flat.frozen)
+
+    def settle(path: str, kernel: jax.Array) -> Any:
+        form = found[path].form if path in found else None
+        if form is None:
+            return kernel
+        shards = tuple(there[f"{path}/{part}"].sharding for part in found[path].parts)
+        return jax.block_until_ready(jax.jit(form.store, out_shardings=shards)(kernel))
+
+    return settle
+
+
+def base_parameters(config: RunConfig, flat: State) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the parameters of the model without adapters by path, each laid out as the run has it.
+
+    Args:
+      flat: the run's abstract state with flat layers.
+    """
+    spec = describe(registry.build_function(config.model_class, config.model_options))
+    there: Mapping[str, Any] = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
+
+    def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = (path, *(f"{path}/{part}" for part in ("base", "codes")))  # what an adapter keeps of it
+        where = next(there[name].sharding for name in names if name in there)
+        return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, config.precision.params), sharding=where)
+
+    return {path: placed(path, x) for path, x in trees.flatten_names(spec.trainable).items()}

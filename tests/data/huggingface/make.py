@@ -1,0 +1,114 @@
+"""Writes the folders beside this file with `transformers`: tiny models of every family, and their logits.
+
+    python tests/data/huggingface/make.py
+
+All weights are random, norms and biases too: a table that forgets one shows. `logits.npy` are those of
+`tokens.npy`, in float32, by transformers; sequences are longer than the sliding windows.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+HERE = Path(__file__).resolve().parent
+SHARD = "8KB"  # of a file, where a folder has several
+SIZES = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def configs(**changes):
+    """Returns {name: config}, one for each family and for what differs in how folders look."""
+    t, sizes = transformers, SIZES | changes
+    depth = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    gemma = dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=24)
+    return {
+        "llama": t.LlamaConfig(**sizes, rope_parameters=LLAMA3, attention_bias=True),
+        "smollm": t.LlamaConfig(**sizes | {"vocab_size": 260}, tie_word_embeddings=True),
+        "mistral": t.MistralConfig(**sizes, sliding_window=5),
+        "qwen2": t.Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        "qwen3": t.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True),
+        "gemma2": t.Gemma2Config(**sizes, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=4.0),
+        "gemma3": t.Gemma3TextConfig(
+            **sizes, **gemma, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}
+        ),
+        "gpt2": t.GPT2Config(
+            n_embd=sizes["hidden_size"], n_layer=sizes["num_hidden_layers"] - 1, n_head=4, n_positions=32,
+            **depth,
+        ),
+        "phi3": t.Phi3Config(
+            **sizes | {"hidden_size": 2 * sizes["hidden_size"]}, sliding_window=5,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        "olmo2": t.Olmo2Config(**sizes),
+    }  # fmt: skip
+
+
+BF16 = ("smollm", "qwen2", "phi3")
+SHARDED = ("llama", "gemma3")
+
+
+def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """Returns a model in which every weight is random, rounded to `dtype` and kept in float32."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25 if parameter.ndim > 1 else 0.5)
+            parameter.copy_(parameter.to(dtype).float())
+    return model
+
+
+def logits_of(model, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a byte-level tokenizer with a few merges and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n")]
+    words = [*alphabet, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for seed, (name, config) in enumerate(configs().items()):
+        folder = HERE / name
+        shutil.rmtree(folder, ignore_errors=True)
+        dtype = torch.bfloat16 if name in BF16 else torch.float32
+        model = build(config, seed, dtype)
+        tokens = np.random.default_rng(seed).integers(
+            0, config.vocab_size, (1 if name == "smollm" else 2, 12)
+        )
+        logits = logits_of(model, tokens)
+        model.to(dtype).save_pretrained(folder, max_shard_size=SHARD if name in SHARDED else "1GB")
+        np.save(folder / "tokens.npy", tokens.astype(np.int32))
+        np.save(folder / "logits.npy", logits)
+        if name == "smollm":
+            write_tokenizer(folder)
+
+
+if __name__ == "__main__":
+    main()
