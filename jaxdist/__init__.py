@@ -11,9 +11,12 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ConfigError": "jaxdist.config",
     "MeshConfig": "jaxdist.mesh",
+    "OptimizerConfig": "jaxdist.optimizers",
     "RunConfig": "jaxdist.recipe",
     "build_mesh": "jaxdist.mesh",
     "build_train_step": "jaxdist.training.step",
+    "fit": "jaxdist.fitting",
+    "load_run": "jaxdist.inference",
     "run": "jaxdist.loop",
     "shard": "jaxdist.sharding",
 }

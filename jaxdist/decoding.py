@@ -64,7 +64,7 @@ class Spec(Protocol):
     def names(self) -> Tree:
         """The logical names of the parameters."""
 
-    def assemble(self, trainable: Tree, model_state: Tree) -> Any:
+    def assemble(self, trainable: Tree, model_state: Tree, frozen: Tree = ...) -> Any:
         """Returns the model with these arrays in it."""
 
 
@@ -81,6 +81,7 @@ class Generate(Protocol):
         sampling: SamplingConfig = ...,
         seed: int = 0,
         samples: Sequence[int] | None = None,
+        frozen: Tree | None = None,
     ) -> list[Generation]:
         """Returns what follows each prompt.
 
@@ -91,6 +92,7 @@ class Generate(Protocol):
           prompts: token ids, each at least one.
           max_tokens: new tokens at most, M.
           samples: the prompts' sample numbers, distinct for distinct draws; default 0, 1, ...
+          frozen: the parameters that were not trained, if there are any.
 
         Raises:
           ConfigError: an empty prompt, a text beyond the model's longest, illegal settings.
@@ -122,26 +124,27 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
         sampling=SamplingConfig(),
         seed=0,
         samples=None,
+        frozen=None,
     ):
+        weights = (trainable, model_state, frozen) if frozen else (trainable, model_state)
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
-        longest = _longest(spec, trainable, model_state)
+        longest = longest_text(spec, *weights)
         numbers = np.arange(len(rows)) if samples is None else np.asarray(samples)
         _check(rows, numbers, max_tokens, longest, sampling)
         if not rows:
             return []
         prompts_BP, lengths_B = _padded(rows, rules.shape.batch_shards, longest)
         samples_B = np.resize(numbers, len(lengths_B)).astype(np.int32)
-        capacity = prompts_BP.shape[1] + _bucket(max_tokens)
-        given = _placed((prompts_BP, lengths_B, samples_B), mesh, rules)
+        capacity = prompts_BP.shape[1] + bucket(max_tokens)
+        given = placed((prompts_BP, lengths_B, samples_B), mesh, rules)
         tokens, counts, ended = jax.device_get(
             compiled(
-                trainable,
-                model_state,
+                weights,
                 *given,
                 np.int32(len(rows)),
                 np.int32(max_tokens),
                 np.uint32(seed % 2**32),
-                room=_bucket(max_tokens),
+                room=bucket(max_tokens),
                 capacity=capacity if longest is None else min(capacity, longest),
                 sampling=sampling,
             )
@@ -168,8 +171,7 @@ class _Progress(NamedTuple):
 def _generate(
     spec: Spec,
     compute: str,
-    trainable: Tree,
-    model_state: Tree,
+    weights: tuple[Tree, ...],
     prompts_BP: jax.Array,
     lengths_B: jax.Array,
     samples_B: jax.Array,
@@ -182,7 +184,7 @@ def _generate(
     sampling: SamplingConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the chosen tokens [B, M], how many of them count [B], whether the end was met [B]."""
-    model = _in_compute_dtype(spec, trainable, model_state, compute)
+    model = in_compute_dtype(spec, compute, *weights)
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
@@ -242,26 +244,28 @@ def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     return logits_BV
 
 
-def _in_compute_dtype(spec: Spec, trainable: Tree, model_state: Tree, compute: str) -> Any:
+def in_compute_dtype(spec: Spec, compute: str, trainable: Tree, *others: Tree) -> Any:
     """Returns the model with its kernels in the compute dtype: each token reads them all.
 
     The values are those of training, where every product casts its kernel; what float32 parts
-    read (the norms' scales) stays as it is.
+    read (the norms' scales) stays as it is. `others` are the further arguments of `spec.assemble`.
     """
-    model = spec.assemble(trainable, model_state)
+    model = spec.assemble(trainable, *others)
     if not getattr(model, "casts_itself", False):
-        return spec.assemble(precision.cast(trainable, compute), model_state)
+        state, *frozen = others
+        return spec.assemble(precision.cast(trainable, compute), state, *precision.cast(frozen, compute))
     leaves, structure = jax.tree.flatten(trainable)
     names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
     cast = [precision.cast(x, compute) if len(own) > 1 else x for x, own in zip(leaves, names, strict=True)]
-    return spec.assemble(jax.tree.unflatten(structure, cast), model_state)
+    return spec.assemble(jax.tree.unflatten(structure, cast), *others)
 
 
 # --- what goes in ---------------------------------------------------------------------------------
 
 
-def _longest(spec: Spec, trainable: Tree, model_state: Tree) -> int | None:
-    return getattr(spec.assemble(trainable, model_state), "max_length", None)
+def longest_text(spec: Spec, *weights: Tree) -> int | None:
+    """Returns the most tokens that the model takes; None: no limit. `weights`: see `spec.assemble`."""
+    return getattr(spec.assemble(*weights), "max_length", None)
 
 
 def _check(
@@ -291,8 +295,8 @@ def _check(
 def _padded(rows: list[np.ndarray], shards: int, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Returns the prompts [B, P] with zeros to the right, and their lengths [B]."""
     per_shard = -(-len(rows) // shards)
-    batch_size = shards * _bucket(per_shard, smallest=1)
-    width = _bucket(max(row.size for row in rows))
+    batch_size = shards * bucket(per_shard, smallest=1)
+    width = bucket(max(row.size for row in rows))
     prompts_BP = np.zeros((batch_size, width if longest is None else min(width, longest)), np.int32)
     lengths_B = np.ones(batch_size, np.int32)
     for i, row in enumerate(rows):
@@ -300,12 +304,12 @@ def _padded(rows: list[np.ndarray], shards: int, longest: int | None) -> tuple[n
     return prompts_BP, lengths_B
 
 
-def _bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
+def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
     """Returns the power of two at or above `size`, so that few sizes are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def _placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
+def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
     """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
 
     def sharding_of(x: np.ndarray) -> NamedSharding:

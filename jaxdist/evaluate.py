@@ -1,4 +1,7 @@
-"""`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the held-out text."""
+"""`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the held-out text.
+
+With `--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import json
 import math
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxdist import command_line, inference
+from jaxdist import command_line, extras, inference
 from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT
+from jaxdist.config import ConfigError
 from jaxdist.inference import HeldOut
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
@@ -20,14 +26,41 @@ _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no termina
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
+    _check(flags)
+    harness = extras.load("jaxdist.harness", extra="eval") if flags.tasks else None
     run = inference.opened(flags)
     if run is None:
         return EXIT_NO_CHECKPOINT
     lead = jax.process_index() == 0
-    found = run.evaluate(validation_tokens=flags.validation_tokens, watch=_Progress() if lead else None)
+    watch = _Progress() if lead else None
+    if harness:
+        found = harness.evaluate_tasks(
+            run, flags.tasks.split(","), folder=flags.tasks_folder, limit=flags.limit,
+            longest=flags.max_length, watch=watch, log=run.log,
+        )  # fmt: skip
+        text = _as_json({"step": int(run.state.step), "tasks": found}) if flags.json else _as_table(found)
+    else:
+        held = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
+        text = _as_json(held._asdict()) if flags.json else _as_text(held)
     if lead:
-        print(_as_json(found) if flags.json else _as_text(found))
+        print(text)
     return 0
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that do not go together, before anything is loaded."""
+    faults = [
+        f"--{name.replace('_', '-')}={value}: must be >= 1"
+        for name in ("limit", "max_length")
+        if (value := getattr(flags, name)) is not None and value < 1
+    ]
+    own = ("tasks_folder", "limit", "max_length")
+    if not flags.tasks and any(getattr(flags, name) is not None for name in own):
+        faults.append("--tasks-folder, --limit and --max-length go with --tasks; name some")
+    if flags.tasks and flags.validation_tokens is not None:
+        faults.append("--validation-tokens does not go with --tasks; use --limit")
+    if faults:
+        raise ConfigError(faults)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,14 +70,36 @@ def _parser() -> argparse.ArgumentParser:
         "--validation-tokens", type=int,
         help="score so many targets, 0 = all (default: the run's data.validation_tokens)",
     )  # fmt: skip
+    parser.add_argument("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
+    parser.add_argument("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
+    parser.add_argument("--limit", type=int, help="documents of each task at most (default: all)")
+    parser.add_argument(
+        "--max-length", type=int,
+        help="tokens read at once (default: the model's limit, else its training length)",
+    )  # fmt: skip
     return parser
 
 
-def _as_json(found: HeldOut) -> str:
+def _as_json(found: Any) -> str:
     """Returns the result as strict JSON: what is infinite or not a number is null."""
-    values = found._asdict().items()
-    finite = {n: None if v is None or not math.isfinite(v) else v for n, v in values}
-    return json.dumps(finite)
+    return json.dumps(_finite(found))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_table(found: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        (task, metric.removesuffix(",none"), f"{value:.4f}")
+        for task, metrics in found.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float) and "stderr" not in metric
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _as_text(found: HeldOut) -> str:

@@ -9,30 +9,34 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdist import config as configs
 from jaxdist import evaluation, machine, recipe, workdir
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.decoding import Generate, SamplingConfig, build_generator
+from jaxdist.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.recipe import RunConfig
+from jaxdist.scoring import Scorer, build_scorer, windows
 from jaxdist.sharding import Rules
 from jaxdist.training.state import ModelSpec, State
 from jaxdist.training.step import TrainStep
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
+_ROUND = 32  # new tokens before the first look for a stop string; twice as many before each next
 
 
 class Sample(NamedTuple):
@@ -41,6 +45,14 @@ class Sample(NamedTuple):
     text: str  # the prompt and what was generated
     tokens: np.ndarray  # [new tokens] int32, without the end token
     ended: bool  # by the end token, not by the length
+
+
+class TextScore(NamedTuple):
+    """How probable a text is to the model, after its context."""
+
+    log_probability: float  # nats, of all tokens together
+    greedy: bool  # whether each token is the likeliest after those before it
+    tokens: int  # scored
 
 
 class HeldOut(NamedTuple):
@@ -183,39 +195,144 @@ class TrainedRun:
         Raises:
           ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
         """
-        if not hasattr(self.config.model_class, "decode"):
-            raise ConfigError(f"model.target={self.config.model['target']} has no decode method")
+        self._check_decodes()
         if num_samples < 1:
             raise ConfigError(f"num_samples={num_samples}: must be >= 1")
-        sampling = sampling or SamplingConfig()
-        if sampling.end_token is None:
-            sampling = dataclasses.replace(sampling, end_token=self.tokenizer.end_of_document)
-        encoded = [self._encode(prompt) for prompt in prompts]
-        rows = [ids for ids in encoded for _ in range(num_samples)]
-        size, found = self.config.batch.global_size, []
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            found += self._generate(
-                self.state.trainable,
-                self.state.model_state,
-                part,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                seed=seed,
-                samples=range(start, start + len(part)),
-            )
+        rows = [ids for ids in map(self._encode, prompts) for _ in range(num_samples)]
+        found = self._continued(rows, range(len(rows)), max_tokens, sampling, seed)
         samples = [
             Sample(self._decode(ids, new.tokens), new.tokens, new.ended)
             for ids, new in zip(rows, found, strict=True)
         ]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
+    def _check_decodes(self) -> None:
+        if not hasattr(self.config.model_class, "decode"):
+            raise ConfigError(f"model.target={self.config.model['target']} has no decode method")
+
+    def _continued(
+        self, rows: Sequence[np.ndarray], samples: Sequence[int], max_tokens: int,
+        sampling: SamplingConfig | None, seed: int,
+    ) -> list[Generation]:  # fmt: skip
+        """Returns what follows each row of tokens, a batch at a time."""
+        sampling = sampling or SamplingConfig()
+        if sampling.end_token is None:
+            sampling = dataclasses.replace(sampling, end_token=self.tokenizer.end_of_document)
+        size, found = self.config.batch.global_size, []
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            found += self._generate(
+                self.state.trainable, self.state.model_state, rows[part], max_tokens=max_tokens,
+                sampling=sampling, seed=seed, samples=samples[part], frozen=self.state.frozen,
+            )  # fmt: skip
+        return found
+
+    def complete(
+        self, prompts: Sequence[str], *, stops: Sequence[str] = (), max_tokens: int = 256,
+        sampling: SamplingConfig | None = None, seed: int = 0, longest: int | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Returns what follows each prompt, without it, up to where the first of `stops` would begin.
+
+        Tokens are those that `generate` draws. A prompt that leaves no room is cut off on the left; an
+        answer takes at most half of the longest text.
+
+        Args:
+          longest: tokens of prompt and answer; default: `longest`.
+
+        Raises:
+          ConfigError: as `generate`.
+        """
+        self._check_decodes()
+        longest = longest or self.longest
+        most = max(min(max_tokens, longest // 2), 1)
+        rows = [self._encode(prompt)[-(longest - most) :] for prompt in prompts]
+        new = [np.zeros(0, np.int32) for _ in rows]
+        texts, running, done = [""] * len(rows), list(range(len(rows))), 0
+        size = _ROUND if any(stops) else most
+        while running:
+            size = min(size, most - done)
+            given = [np.concatenate([rows[i], new[i]]) for i in running]
+            found = self._continued(given, running, size, sampling, seed)
+            done, still = done + size, []
+            for i, one in zip(running, found, strict=True):
+                new[i] = np.concatenate([new[i], one.tokens])
+                texts[i], stopped = _until(self._answer(rows[i], new[i]), stops)
+                if not (stopped or one.ended or done == most):
+                    still.append(i)
+            running, size = still, 2 * size
+        return texts
+
+    def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
+        """Returns the text of new tokens, which may depend on those before: a space, half a character."""
+        before, whole = self._decode(prompt, new[:0]), self._decode(prompt, new)
+        return whole[len(before) :] if whole.startswith(before) else self._decode(new[:0], new)
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None, watch: Watch | None = None
+    ) -> list[TextScore]:
+        """Returns how probable each pair's second text is after its first, which may be empty.
+
+        A text that is too long for the model is scored in windows: each token once, after as much of
+        what is before it as there is room for. With no context, a text is scored as one that a document
+        begins with: after the tokenizer's begin or end of a document, else after a newline.
+
+        Args:
+          longest: tokens that the model reads at once; default: `longest`.
+          watch: told of every batch.
+
+        Raises:
+          ConfigError: the model has no decode method.
+        """
+        self._check_decodes()
+        longest = longest or self.longest
+        cut = [windows(*self._encode_pair(*pair), longest) for pair in pairs]
+        flat = [window for some in cut for window in some]
+        scores = iter(self._score(self._weights, flat, longest=longest, watch=watch))
+        found = []
+        for some in cut:
+            parts = [next(scores) for _ in some]
+            probabilities = [float(x) for part in parts for x in part.log_probabilities]
+            greedy = all(bool(part.likeliest.all()) for part in parts)
+            found.append(TextScore(math.fsum(probabilities), greedy, len(probabilities)))
+        return found
+
+    @functools.cached_property
+    def _score(self) -> Scorer:
+        config = self.config
+        return build_scorer(
+            self.spec, self.mesh, self.rules, rows=config.batch.global_size, compute=config.precision.compute
+        )
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens that the model can take, or, without such a limit, that it was trained on at once."""
+        return longest_text(self.spec, *self._weights) or self.config.batch.sequence_length
+
+    @property
+    def _weights(self) -> tuple[Any, ...]:
+        """The arguments of `spec.assemble`."""
+        state = self.state
+        return (state.trainable, state.model_state, *([state.frozen] if state.frozen else []))
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of both; spaces between them go to the second, as tokenizers have it."""
+        kept = context.rstrip()
+        if not kept:
+            begin = self._encode("")
+            first = begin if begin.size else self.tokenizer.encode("\n")
+            return first, self.tokenizer.encode(context + continuation)
+        whole, first = self._encode(context + continuation), self._encode(kept)
+        return first, whole[len(first) :]
+
     def _encode(self, prompt: str) -> np.ndarray:
-        """Returns a prompt's ids; an empty one starts a document, if the tokenizer can say so."""
-        end = self.tokenizer.end_of_document
-        if not prompt and end is not None:
-            return np.array([end], np.int32)
-        return self.tokenizer.encode(prompt)
+        """Returns a prompt's ids after what begins a document, if the tokenizer can say so.
+
+        Where it has no begin, only an empty prompt starts a document: after the end of another.
+        """
+        begin, end = self.tokenizer.begin_of_document, self.tokenizer.end_of_document
+        first = begin if begin is not None else None if prompt else end
+        ids = self.tokenizer.encode(prompt)
+        return ids if first is None else np.concatenate([np.array([first], np.int32), ids])
 
     def _decode(self, prompt: np.ndarray, new: np.ndarray) -> str:
         """Returns the whole text: a character may begin in the prompt and end behind it."""
@@ -265,6 +382,12 @@ class TrainedRun:
         )
 
 
+def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Returns the text before the first stop in it, and whether there was one."""
+    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text, bool(ends)
+
+
 def _watched(batches: Loader, total: int, watch: Watch | None) -> Iterator[DeviceBatch]:
     for number, batch in enumerate(batches, 1):
         if watch:
@@ -282,6 +405,7 @@ class CommandFlags(argparse.ArgumentParser):
         super().__init__(prog=f"jaxdist {name}", description=description)
         self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
         self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
+        self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")
@@ -292,9 +416,12 @@ def opened(flags: argparse.Namespace) -> TrainedRun | None:
 
     Standard output is for results: all else goes to standard error.
     """
+    sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(",")) if flags.mesh else None
+    axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in (sizes or {}).items()}
+    mesh = None if sizes is None else configs.from_config_dict(MeshConfig, axes)
     _log(machine.prepare())
     try:
-        return load_run(flags.workdir, step=flags.step, log=_log)
+        return load_run(flags.workdir, step=flags.step, mesh=mesh, log=_log)
     except CheckpointError as error:
         _log(f"error: {error}")
         return None

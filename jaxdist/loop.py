@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from jaxdist.resilience import elastic, peers
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.resume import Progress
+from jaxdist.resume import Given, Outcome, Progress
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
@@ -38,16 +39,32 @@ AHEAD = 3  # steps that may be under way: the device never waits for the host to
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
 
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason  # in the event `stop`
+
 
 class Interrupted(Exception):
     """A signal ended training early; everything is saved."""
 
 
-def run(
-    config: RunConfig, folder: Path, *, title: str = "",
-    devices: Sequence[jax.Device] | None = None, full_devices: int | None = None,
-) -> State:  # fmt: skip
-    """Trains to the end, from the newest checkpoint if the workdir has one; returns the last state.
+def run(config: RunConfig, folder: Path, **options: Any) -> State:
+    """Returns the last state of `carry_out`.
+
+    Raises:
+      Interrupted: a signal ended it early.
+    """
+    outcome = carry_out(config, folder, **options)
+    if outcome.stopped:
+        raise Interrupted(outcome.stopped)
+    return outcome.state
+
+
+def carry_out(
+    config: RunConfig, folder: Path, *, title: str = "", devices: Sequence[jax.Device] | None = None,
+    full_devices: int | None = None, given: Given | None = None,
+) -> Outcome:  # fmt: skip
+    """Trains to the end, from the newest checkpoint if the workdir has one; returns how it ended.
 
     On other devices than the `full_devices` of an elastic run's config, its layout is refitted.
 
@@ -59,17 +76,18 @@ def run(
     lead = jax.process_index() == 0
     say = print if lead else lambda *_, **__: None
     asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
-    shape, rules, spec = recipe.validate(config, devices)
+    build = given and given.build
+    shape, rules, spec = recipe.validate(config, devices, with_data=given is None, build=build)
     with contextlib.ExitStack() as lock:
         watch = lock.enter_context(Watchdog(config.watchdog, folder))
         flat = configs.flatten(configs.to_config_dict(config))
-        peers.agree(lambda: flat | peers.code(config.model_class))
+        peers.agree(lambda: flat | peers.code(spec.model_class))
         with machine.agreed_by_all():
             if lead:
                 lock.enter_context(workdir.held(folder))
                 workdir.settle_config(folder, asked)
             store = workdir.open_checkpoints(folder, config)
-        dataset = open_dataset(
+        dataset = given.dataset if given else open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
             vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=watch.lively(say),
         )  # fmt: skip
@@ -79,19 +97,17 @@ def run(
         if lead:
             about = workdir.describe_run(config, spec, rules, devices, dataset)
             workdir.write_json(folder / workdir.RUN, about | stages.describe(config, spec, rules))
-        say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); ", end="")
-        say(f"{spec.parameter_count:,} parameters")
+        say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {recipe.counts(config, spec)}")
         say(recipe.batch_arithmetic(config, shape))
         for line in stages.lines(config, spec, rules):
             say(line)
         mesh = build_mesh(config.mesh, devices)
-        built = recipe.build_step(config, spec, mesh, rules)
-        generate = None
-        if hasattr(config.model_class, "decode"):
-            generate = build_generator(spec, mesh, rules, compute=config.precision.compute)
+        built = recipe.build_step(config, spec, mesh, rules, optimizer=given and given.optimizer)
+        decodes, compute = hasattr(spec.model_class, "decode"), config.precision.compute
+        generate = build_generator(spec, mesh, rules, compute=compute) if decodes else None
         with store:
             with workdir.logs_bad_checkpoints(folder, enabled=lead):
-                state, progress, data = resume.begin(config, built, dataset, store, folder, watch)
+                state, progress, data = resume.begin(config, built, dataset, store, folder, watch, given)
             speed = workdir.throughput(config, spec, devices)
             with (
                 contextlib.closing(_writers(config, folder, progress, lead)) as writer,
@@ -100,7 +116,8 @@ def run(
                 session = Session(
                     config, folder, built, data, store, writer, display, speed, progress, generate, watch
                 )  # fmt: skip
-                return session.train(state)
+                state, stopped = session.train(state), session.stopped
+        return Outcome(config, spec, mesh, rules, built, state, stopped)
 
 
 def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
@@ -161,13 +178,13 @@ class Session:
         self.window = Window(time.monotonic(), progress.step, progress.tokens_seen)
         self.evaluated = -1  # the step of the last evaluation
         self.last_save_good = True
+        self.stopped = ""  # why the run ended early
 
     def train(self, state: State) -> State:
         """Returns the state after the last step, or after the step in which a signal asked to stop.
 
         Raises:
           TrainingStopped: losses stayed non-finite, the last checkpoint could not be written.
-          Interrupted: a signal asked to stop; all is saved.
           SourceError: the data cannot be read.
         """
         if self._is_finished():
@@ -178,15 +195,18 @@ class Session:
             with StopSignals() as stop:
                 state = self._steps(state, stop)
         except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
-            reason = {SourceError: "data", TrainingStopped: "nonfinite"}.get(type(error), "runtime")
+            reason = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
             self.writer.event("stop", self.progress.step, reason=reason, error=str(error))
             raise
         if not all((self.store.wait(), self._report_saves())):
             self.writer.event("stop", self.progress.step, reason="save_failed")
-            raise TrainingStopped("the last checkpoint could not be written; free the disk and run again")
-        if stop.asked:
+            raise TrainingStopped(
+                "the last checkpoint could not be written; free the disk and run again", "save_failed"
+            )
+        if stop.asked and self.progress.step < self.config.train.steps:
             self.writer.event("preempted", self.progress.step)
-            raise Interrupted(f"stopped after step {self.progress.step}, saved; run again to go on")
+            self.stopped = f"stopped after step {self.progress.step}, saved; run again to go on"
+            return state
         self.writer.event("stop", self.progress.step, reason="finished")
         self._at("end", self.progress.step)
         keepsakes.leave(
@@ -243,9 +263,10 @@ class Session:
             found = resume.roll_back(self.store, self.folder, abstract, self.dataset, fault)
         self._report_saves()
         if found is None:
-            raise TrainingStopped(
-                f"{fault}; lower optimizer.learning_rate, or look at the data from step {fault.first} on"
-            )
+            cure = f"lower optimizer.learning_rate, or look at the data from step {fault.first} on"
+            if fault.kind == "drift":
+                cure = "replace the device, then run again"
+            raise TrainingStopped(f"{fault}; {cure}", fault.kind)
         (state, metadata), self.dataset = found
         self.progress = Progress(**metadata["progress"] | {"elapsed_s": elapsed_s})
         step = self.progress.step

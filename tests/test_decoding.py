@@ -12,13 +12,13 @@ from jaxdist.config import ConfigError
 from jaxdist.decoding import SamplingConfig
 from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.training.state import describe, fresh_arrays
+from jaxdist.training.state import describe
 
 PROMPTS = ([5, 9, 30, 2, 7], [11], [3, 3, 8, 1, 40, 41, 42, 43, 44])
 GREEDY = SamplingConfig(temperature=0.0)
 BASE = dict(vocab_size=48, num_layers=2, d_model=16, d_ff=32, num_heads=4, head_dim=8, init_std=0.4)
 VARIANTS = {
-    "rotary, grouped heads, qk norm": dict(num_kv_heads=2, qk_norm=True),
+    "rotary, grouped heads, qk norm": dict(num_kv_heads=2, qk_norm="head"),
     "learned, tied, biases": dict(
         positions="learned", max_positions=40, norm="layer", gated=False, activation="gelu",
         bias="all", tie_embeddings=True, logit_softcap=5.0,
@@ -32,7 +32,7 @@ def model_of(variant: str):
     config = TransformerConfig(**BASE, **VARIANTS[variant])
     assert not config.faults()
     spec = describe(lambda rngs: Transformer(config, rngs=rngs))
-    return spec, *jax.jit(lambda: fresh_arrays(spec.build, jax.random.key(1)))()
+    return spec, *jax.jit(lambda: spec.fresh(jax.random.key(1))[:2])()
 
 
 @functools.cache

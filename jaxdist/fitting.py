@@ -1,0 +1,199 @@
+"""`jaxdist.fit`: a caller's own model, optimizer and batches through the loop that `train` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxdist import config as configs
+from jaxdist import loop, recipe
+from jaxdist.checkpoint.layout import LayoutError
+from jaxdist.config import ConfigError
+from jaxdist.data.given import Batches, open_given
+from jaxdist.decoding import Generation, SamplingConfig, build_generator
+from jaxdist.mesh import MeshConfig
+from jaxdist.models import registry
+from jaxdist.optimizers import OptimizerConfig
+from jaxdist.recipe import Build, RunConfig
+from jaxdist.resume import Given, Outcome
+from jaxdist.telemetry.metrics import Rows, read_rows
+from jaxdist.training.state import describe
+
+Model = nnx.Module | type[nnx.Module] | Build
+_TARGET = f"{registry.__name__}:{registry.Given.__name__}"
+# The rate, its schedule and all else are the transformation's own.
+_OWN = {"name": "given", "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
+
+
+def fit(
+    model: Model, optimizer: optax.GradientTransformation | OptimizerConfig, batches: Batches, *, steps: int,
+    mesh: Mapping[str, int] | MeshConfig | None = None, folder: Path | str | None = None,
+    batch_size: int | None = None, validation: Mapping[str, Any] | None = None, seed: int = 0,
+    settings: Mapping[str, Any] | None = None, devices: Sequence[jax.Device] | None = None,
+) -> Fitted:  # fmt: skip
+    """Returns the model after `steps` updates; goes on where `folder` stopped, if it has a run.
+
+    Args:
+      model: makes an nnx module of its rngs (a function or a class), or is one already, which stays as it
+        is. It has `loss(batch, key)`; see docs/your-own-model.md.
+      optimizer: of optax, used as it is; or our config, whose schedule ends with `steps`.
+      batches: {entry: [N, ...]}, in an order that is ours; or a function from the step, from 0, to a global
+        batch; or an iterable of global batches, of which a resumed run passes over those it has had.
+      steps: updates in all, those before a resume included.
+      mesh: sizes of axes, dict(fsdp=4, tensor=2); the devices left over are `data`.
+      folder: of checkpoints, metrics and events. None: a temporary one, without checkpoints.
+      batch_size: samples of a global batch, where `batches` are arrays; default 32.
+      validation: {entry: [N, ...]}, scored ten times a run; see settings "train.eval_every".
+      seed: of everything random: the model's first values, the order, dropout.
+      settings: any other key of the config, {"precision.compute": "bfloat16"}; see docs/configuration.md.
+      devices: default: all.
+
+    Raises:
+      ConfigError: what cannot be, before anything compiles: all faults, each with its cure.
+      loop.TrainingStopped: losses stayed non-finite.
+    """
+    build, initial = _builder(model)
+    transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
+    dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
+    temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
+    own = {
+        "seed": seed, "train.steps": steps, "batch.global_size": size, "data.source": "given",
+        "data.path": dataset.samples, "model.target": _TARGET, "model.name": _name(model, build),
+    }  # fmt: skip
+    own |= {f"optimizer.{k}": v for k, v in _optimizer_values(optimizer).items()}
+    axes = configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {}
+    own |= {f"mesh.{k}": v for k, v in configs.flatten(axes).items()}
+    usual: dict[str, Any] = {"train.eval_every": max(steps // 10, 1)} if validation is not None else {}
+    if temporary:
+        usual |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
+    config = _config(own, usual, settings or {})
+    where = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
+    given = Given(build, dataset, transform, initial)
+    try:
+        outcome = loop.carry_out(config, where, title=where.name, devices=devices, given=given)
+    except LayoutError as error:
+        raise ConfigError(error.faults) from error
+    state = outcome.built.views.flat(outcome.state)
+    trained = state.trainable if state.ema is None else state.ema
+    outcome = outcome._replace(state=state._replace(trainable=trained, opt_state=None, ema=None))
+    stopped = outcome.stopped
+    if stopped and temporary:
+        stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
+    return Fitted(where, int(state.step), stopped, outcome, temporary)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fitted:
+    """What `fit` has come to."""
+
+    folder: Path
+    step: int  # updates finished
+    stopped: str  # why it ended early, "" if it did not; then the same call of `fit` goes on
+    outcome: Outcome  # its state holds flat layers, weights or their average, and no optimizer's
+    _temporary: Any  # removes the folder with the last reference to this
+
+    @functools.cached_property
+    def metrics(self) -> Rows:
+        """What metrics.jsonl has: `train` and `evaluation`, rows of one step each."""
+        return read_rows(self.folder)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The module with its trained weights (their average, if one is kept), in evaluation mode."""
+        return self.outcome.spec.assemble(*self._weights)
+
+    @property
+    def _weights(self) -> tuple[Any, Any, Any]:
+        state = self.outcome.state
+        return state.trainable, state.model_state, state.frozen
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: SamplingConfig | None = None,
+        seed: int = 0,
+    ) -> list[Generation]:  # fmt: skip
+        """Returns the tokens that follow each prompt, for a model with `init_cache` and `decode`.
+
+        Raises:
+          ConfigError: it has none; as `decoding.Generate`.
+        """
+        spec, config = self.outcome.spec, self.outcome.config
+        if not hasattr(spec.model_class, "decode"):
+            raise ConfigError(f"{spec.model_class.__name__} has no init_cache and decode; use `model`")
+        write = build_generator(spec, self.outcome.mesh, self.outcome.rules, compute=config.precision.compute)
+        trainable, model_state, frozen = self._weights
+        return write(
+            trainable, model_state, [np.asarray(prompt) for prompt in prompts], max_tokens=max_tokens,
+            sampling=sampling or SamplingConfig(), seed=seed, frozen=frozen,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        losses = [row["loss"] for row in self.metrics.train]
+        last = f", loss {losses[-1]:.4f}" if losses else ""
+        return f"Fitted(step {self.step}{last}, {self.outcome.spec.counts}, {str(self.folder)!r})"
+
+
+def _builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
+    """Returns what makes the model of its rngs, and, if it is made, path -> its values.
+
+    Raises:
+      ConfigError: it is neither a module nor makes one.
+    """
+    if isinstance(model, nnx.Module):
+        graph, *parts = nnx.split(model, nnx.RngState, nnx.Variable, ...)
+        streams, arrays, rest = parts
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        flat = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(arrays)}
+
+        def empty(rngs: nnx.Rngs) -> nnx.Module:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return nnx.merge(graph, streams, zeros, rest)
+
+        return empty, {path: np.asarray(x) for path, x in flat.items()}
+    if not callable(model):
+        raise ConfigError(f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one")
+    make: Any = model
+    made: Any = make.func if isinstance(make, functools.partial) else make
+    # Of an nnx class, only __init__ says what it takes.
+    says = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+    by_name = "rngs" in inspect.signature(says).parameters
+    return (lambda rngs: make(rngs=rngs) if by_name else make(rngs)), None
+
+
+def _name(model: Model, build: Build) -> str:
+    made = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
+    return f"{made.__module__}.{made.__qualname__}"
+
+
+def _optimizer_values(optimizer: Any) -> dict[str, Any]:
+    if isinstance(optimizer, OptimizerConfig):
+        return vars(optimizer)
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}; required a transformation of optax, e.g. "
+            f"optax.adamw(3e-4), or jaxdist.OptimizerConfig(...)"
+        )
+    return _OWN
+
+
+def _config(own: dict[str, Any], usual: dict[str, Any], settings: Mapping[str, Any]) -> RunConfig:
+    """Returns the run's config: the settings over what is usual, and what the arguments say.
+
+    Raises:
+      ConfigError: a setting that an argument makes, unknown keys, wrong types.
+    """
+    free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
+    if taken := [key for key in settings if key in own and key not in free]:
+        raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
+    defaults = configs.flatten(recipe.default_config(_TARGET))
+    return recipe.from_config(configs.unflatten(defaults | usual | own | dict(settings)))

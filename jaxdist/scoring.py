@@ -1,0 +1,155 @@
+"""How probable given texts are to a model: log-probabilities, token by token, in fixed shapes.
+
+The model gives what `jaxdist.decoding` asks of it. A text is read in parts against the cache, so
+logits of a whole one are never in memory.
+
+Shapes: B rows, W width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import precision, sharding
+from jaxdist.decoding import Spec, Tree, bucket, in_compute_dtype, placed
+from jaxdist.sharding import Rules
+
+_PART = 128  # tokens a row whose logits are in memory at once
+_IN_FLIGHT = 4  # batches that devices may lag behind the host
+
+
+class Window(NamedTuple):
+    """Consecutive tokens of a text that go through the model at once."""
+
+    tokens: np.ndarray  # [2 .. W + 1] int32
+    known: int  # the first so many are only read; the others are scored, each from all before it
+
+
+class Score(NamedTuple):
+    """What a model gives a text's tokens."""
+
+    log_probabilities: np.ndarray  # [scored] float32, nats
+    likeliest: np.ndarray  # [scored] bool: whether no other token was as probable
+
+
+Scorer = Callable[..., list[Score]]
+
+
+def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list[Window]:
+    """Returns windows of at most `longest` inputs that score each token of `continuation` once.
+
+    Each is as long as the text allows, so a token is given as much as can be of what is before it:
+    what does not fit is cut off on the left. `context` has at least one token.
+    """
+    tokens, found = np.concatenate([context, continuation]).astype(np.int32), []
+    first = len(context)
+    while first < len(tokens):
+        end = min(first + longest, len(tokens))
+        begin = max(0, end - 1 - longest)
+        found.append(Window(tokens[begin:end], first - begin))
+        first = end
+    return found
+
+
+def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: str = "float32") -> Scorer:
+    """Returns `score(weights, windows, *, longest, watch=None) -> list of Score`, in the windows' order.
+
+    `weights` are the arguments of `spec.assemble`. It compiles once for each width, a power of two or
+    `longest`; rows are split over the batch axes.
+
+    Args:
+      rows: windows at once; the batch shards divide it.
+    """
+
+    def run(weights, inputs_BW, targets_BW):
+        with sharding.activate(mesh, rules), precision.computing_in(compute):
+            return _score(spec, compute, weights, inputs_BW, targets_BW)
+
+    whole = NamedSharding(mesh, P())
+    compiled = jax.jit(run, out_shardings=whole)
+
+    def score(
+        weights: Sequence[Tree], windows: Sequence[Window], *, longest: int,
+        watch: Callable[[int, int], None] | None = None,
+    ) -> list[Score]:  # fmt: skip
+        widths = [min(bucket(len(window.tokens) - 1), longest) for window in windows]
+        order = sorted(range(len(windows)), key=lambda i: -widths[i])  # the largest program first
+        batches = list(_batches(order, widths, rows))
+        found: dict[int, Score] = {}
+        waiting: deque[tuple[list[int], Any]] = deque()
+        for number, numbers in enumerate(batches, 1):
+            given = _padded([windows[i] for i in numbers], rows, widths[numbers[0]])
+            waiting.append((numbers, compiled(weights, *placed(given, mesh, rules))))
+            if len(waiting) > _IN_FLIGHT:
+                found |= _read(*waiting.popleft(), windows)
+            if watch:
+                watch(number, len(batches))
+        while waiting:
+            found |= _read(*waiting.popleft(), windows)
+        return [found[i] for i in range(len(windows))]
+
+    return score
+
+
+def _score(
+    spec: Spec, compute: str, weights: Sequence[Tree], inputs_BW: jax.Array, targets_BW: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the targets' log-probabilities [B, W] float32, and whether each is the likeliest."""
+    model = in_compute_dtype(spec, compute, *weights)
+    rows, width = inputs_BW.shape
+    size = math.gcd(width, _PART)
+
+    def parts(x_BW: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x_BW.reshape(rows, width // size, size), 1, 0)
+
+    def part(cache: Any, given: tuple[jax.Array, jax.Array]):
+        inputs_BT, targets_BT = given
+        logits_BTV, cache = model.decode(inputs_BT, cache)
+        # A sum over the vocabulary, not a look-up in it: its shards stay where they are.
+        ids_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
+        own_BT = jnp.where(ids_V[None, None] == targets_BT[..., None], logits_BTV, 0).sum(-1)
+        likeliest_BT = jnp.argmax(logits_BTV, -1) == targets_BT
+        return cache, (own_BT - jax.nn.logsumexp(logits_BTV, axis=-1), likeliest_BT)
+
+    _, found = jax.lax.scan(part, model.init_cache(rows, width), (parts(inputs_BW), parts(targets_BW)))
+    probabilities, likeliest = (jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in found)
+    return probabilities, likeliest
+
+
+def _batches(order: Sequence[int], widths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Yields numbers of at most `rows` windows of equal width."""
+    batch: list[int] = []
+    for i in order:
+        if batch and (len(batch) == rows or widths[batch[0]] != widths[i]):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _padded(windows: Sequence[Window], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs and targets [B, W], with zeros to the right: nothing before them reads those."""
+    inputs, targets = np.zeros((2, rows, width), np.int32)
+    for i, window in enumerate(windows):
+        size = len(window.tokens) - 1
+        inputs[i, :size], targets[i, :size] = window.tokens[:-1], window.tokens[1:]
+    return inputs, targets
+
+
+def _read(numbers: Sequence[int], results: Any, windows: Sequence[Window]) -> dict[int, Score]:
+    probabilities, likeliest = jax.device_get(results)
+    found = {}
+    for row, i in enumerate(numbers):
+        scored = slice(windows[i].known - 1, len(windows[i].tokens) - 1)
+        found[i] = Score(probabilities[row, scored], likeliest[row, scored])
+    return found

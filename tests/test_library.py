@@ -1,0 +1,350 @@
+"""`jaxdist.fit`: the caller's model, optimizer and data through the loop of `train`; notebook and docs."""
+
+import functools
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxdist
+from jaxdist.config import ConfigError
+from jaxdist.data.dataset import SourceError
+from jaxdist.data.given import open_given
+from jaxdist.decoding import SamplingConfig
+from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.telemetry.metrics import read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+MESH = dict(fsdp=2, tensor=2)  # and data 2
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(48, 4)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+EVERY = {"train.log_every": 1, "checkpoint.every_steps": 4}
+
+
+class Net(nnx.Module):
+    """A user's model: a list of layers, and running statistics."""
+
+    def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
+        self.layers = nnx.List(
+            [nnx.Linear(4, width, use_bias=False, rngs=rngs), nnx.Linear(width, 2, rngs=rngs)]
+        )  # a bias before the norm would have no gradient but rounding, which Adam blows up
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers[1](nnx.relu(self.norm(self.layers[0](x))))
+
+    def loss(self, batch, key):
+        return optax.softmax_cross_entropy_with_integer_labels(self(batch["x"]), batch["y"]).mean()
+
+
+def batches(step: int) -> dict:
+    rows = np.random.default_rng(step).integers(0, len(X), 16)
+    return dict(x=X[rows], y=Y[rows])
+
+
+def fit(data=batches, steps=8, *, model=None, mesh=MESH, settings=EVERY, optimizer=None, **options):
+    model, optimizer = model or (lambda rngs: Net(rngs=rngs)), optimizer or optax.adamw(1e-2)
+    return jaxdist.fit(model, optimizer, data, steps=steps, mesh=mesh, settings=settings, **options)
+
+
+def values(run) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(run.model)))]
+
+
+called = nnx.jit(lambda model, *args: model(*args))
+
+
+def losses(run) -> list[float]:
+    return [row["loss"] for row in run.metrics.train]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Returns a run that nothing has stopped."""
+    assert jax.device_count() == 8
+    held = dict(x=X[:16], y=Y[:16])
+    return fit(folder=tmp_path_factory.mktemp("runs") / "whole", validation=held)
+
+
+def test_it_is_the_loop_that_a_caller_would_write(whole):
+    start = Net(rngs=nnx.Rngs(7))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(start)))
+    run = fit(model=start, steps=4, settings={"train.log_every": 1})
+    after = nnx.to_pure_dict(nnx.state(start))
+    jax.tree.map(np.testing.assert_array_equal, before, after)  # the caller's own stays as it is
+    model, optimizer = nnx.clone(start), optax.adamw(1e-2)
+    model.train()
+    update = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, update, batch):
+        loss, gradients = nnx.value_and_grad(lambda m: m.loss(batch, None))(model)
+        update.update(model, gradients)
+        return loss
+
+    found = [float(train_step(model, update, batches(step))) for step in range(4)]
+    assert losses(run) == pytest.approx(found, rel=1e-5)
+    expected = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+    assert len(expected) == len(values(run)) == 7  # two kernels, a bias, and the norm's four
+    for a, b in zip(values(run), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    kernel = run.model.layers[0].kernel.get_value()
+    assert len(kernel.sharding.device_set) == 8 and not kernel.is_fully_replicated
+    assert run.model.norm.use_running_average and called(run.model, X).shape == (48, 2)
+    assert not any("learning_rate" in row for row in run.metrics.train)  # optax keeps it to itself
+    assert not list(run.folder.glob("checkpoints/[0-9]*"))  # a temporary folder goes with what fit returned
+    folder = run.folder
+    del run
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_workdir_is_that_of_train(whole):
+    names = {path.name for path in whole.folder.iterdir()}
+    assert {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "checkpoints", "report.html"} <= names
+    events = [event["event"] for event in read_events(whole.folder)]
+    assert events[0] == "start" and events[-1] == "stop" and "save" in events
+    assert whole.step == 8 and not whole.stopped
+    assert [row["step"] for row in whole.metrics.train] == list(range(1, 9))
+    config = json.loads((whole.folder / "config.json").read_text())
+    assert config["data"]["path"] == "x=float32[4] y=int32[]" and config["optimizer"]["name"] == "given"
+    assert config["model"]["name"].endswith("test_library.Net")
+    (scored,) = [row for row in whole.metrics.evaluation if row["step"] == 8]
+    expected = nnx.jit(lambda model, batch: model.loss(batch, None))(whole.model, dict(x=X[:16], y=Y[:16]))
+    assert scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5) and scored["eval_tokens"] == 16
+    with pytest.raises(ConfigError, match="was given to jaxdist.fit"):
+        jaxdist.load_run(whole.folder)
+
+
+def kept(step: int, data=batches) -> dict:
+    """Signals the process once, as a notebook's stop button does, while a batch is read ahead."""
+    if step == 5 and not kept.done:
+        kept.done = True
+        os.kill(os.getpid(), signal.SIGINT)
+    return data(step)
+
+
+def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
+    kept.done = False
+    first = fit(kept, folder=tmp_path / "function")
+    assert kept.done and 0 < first.step < 8 and first.stopped.startswith(f"stopped after step {first.step}")
+    second = fit(folder=tmp_path / "function")  # the fixture's own function: the same batches
+    assert second.step == 8 and losses(second) == losses(whole)
+    for a, b in zip(values(second), values(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "preempted" in [event["event"] for event in read_events(tmp_path / "function")]
+    alone = dict(devices=jax.devices()[:1], mesh=None)
+    rows = dict(x=X, y=Y)
+    straight = fit(rows, batch_size=16, **alone)
+    given = [{name: value for name, value in read.items() if name != "sample"} for read in rows_of(rows, 3)]
+    fit(given, steps=2, folder=tmp_path / "iterable", **alone)
+    again = fit(given, folder=tmp_path / "iterable", **alone)  # begun anew after three
+    assert again.step == 8 and losses(again)[:3] == losses(straight)[:3]
+    assert losses(again)[3:] != losses(straight)[3:]  # another epoch, whose order differs
+    fit(rows, batch_size=16, steps=3, folder=tmp_path / "arrays", **alone)
+    onward = fit(rows, batch_size=16, folder=tmp_path / "arrays")  # on eight devices
+    assert losses(onward)[:3] == losses(straight)[:3]
+    assert losses(onward) == pytest.approx(losses(straight), rel=1e-5)
+    assert fit(rows, batch_size=16, folder=tmp_path / "arrays", **alone).step == 8  # finished: at once
+
+
+def rows_of(arrays: dict, steps: int) -> list[dict]:
+    dataset, size = open_given(arrays, size=16)
+    return [dataset.train_batch(step, size) for step in range(steps)]
+
+
+def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
+    rows = dict(number=np.arange(48), image=np.arange(48, dtype=np.uint8)[:, None])
+    dataset, size = open_given(rows, size=12, seed=1)
+    read = [dataset.train_batch(step, size) for step in range(8)]
+    epochs = [np.concatenate([batch["number"] for batch in read[i : i + 4]]) for i in (0, 4)]
+    assert all(sorted(epoch.tolist()) == list(range(48)) for epoch in epochs)
+    assert epochs[0].tolist() != epochs[1].tolist() != sorted(epochs[1].tolist())
+    np.testing.assert_array_equal(read[1]["sample"], np.arange(12, 24))
+    assert read[0]["number"].dtype == np.int32
+    np.testing.assert_allclose(read[0]["image"][:, 0], read[0]["number"] / 255, rtol=1e-6)
+    part = dataset.train_batch(3, size, np.array([2, 5]))
+    np.testing.assert_array_equal(part["number"], read[3]["number"][[2, 5]])
+    other, _ = open_given(rows, size=12, seed=2)
+    assert other.fingerprint == dataset.fingerprint
+    assert other.train_batch(0, size)["number"].tolist() != read[0]["number"].tolist()
+    changed, _ = open_given(rows | dict(number=np.arange(48) + 1), size=12)
+    assert changed.fingerprint != dataset.fingerprint
+
+
+def test_iterators_pass_over_what_was_had_and_do_not_go_back():
+    made = []
+
+    def counting():
+        for i in range(6):
+            made.append(i)
+            yield dict(x=np.full(2, i))
+
+    dataset, size = open_given(counting())
+    assert size == 2 and dataset.train_batch(4, 2)["x"].tolist() == [4, 4] and made == [0, 1, 2, 3, 4]
+    assert dataset.train_batch(0, 2)["x"].tolist() == [0, 0]  # the first is kept, for its shapes
+    with pytest.raises(SourceError, match="cannot go back"):
+        dataset.train_batch(2, 2)
+    dataset, _ = open_given(counting())
+    with pytest.raises(SourceError, match="ended after 6 batches"):
+        dataset.train_batch(6, 2)
+    dataset, _ = open_given([dict(x=np.full(2, i)) for i in range(3)])
+    assert [int(dataset.train_batch(step, 2)["x"][0]) for step in (1, 2, 3, 7, 5)] == [1, 2, 0, 1, 2]
+    dataset, _ = open_given(lambda step: dict(x=np.zeros(2 + step)))
+    with pytest.raises(SourceError, match="one after 1 updates has 3 x"):
+        dataset.train_batch(1, 2)
+
+
+def test_a_models_own_cache_writes(whole):
+    config = TransformerConfig(
+        vocab_size=32, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=8,
+        init_std=0.4,
+    )  # fmt: skip
+    tokens = RANDOM.integers(0, 32, (16, 9)).astype(np.int32)
+    text = dict(
+        tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((16, 8)),
+        positions=np.tile(np.arange(8), (16, 1)),
+    )  # fmt: skip
+    optimizer = jaxdist.OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
+    model, two = functools.partial(Transformer, config), dict(mesh=dict(tensor=2), devices=jax.devices()[:2])
+    settings = {"train.log_every": 1}
+    run = fit(text, 3, model=model, optimizer=optimizer, batch_size=16, settings=settings, **two)
+    assert all(row["learning_rate"] > 0 for row in run.metrics.train)
+    (found,) = run.generate([[1, 2, 3]], max_tokens=4, sampling=SamplingConfig(temperature=0.0))
+    batch = {"tokens": jnp.asarray([[1, 2, 3, *found.tokens]]), "positions": jnp.arange(7)[None]}
+    logits = nnx.jit(lambda model, batch: model.forward(batch))(run.model, batch)[0]
+    assert found.tokens.tolist() == logits[2:6].argmax(-1).tolist()
+    with pytest.raises(ConfigError, match="Net has no init_cache and decode"):
+        whole.generate([[1]], max_tokens=1)
+
+
+def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
+    held = {"folder": whole.folder}
+    wide = dict(x=np.array([2**40]), y=np.array([1]))
+    wrong = [
+        ("one N >= 1", dict(data=dict(x=X, y=Y[1:]))),
+        ("y has dtype", dict(data=dict(x=X, y=np.array(["a"] * 48)))),
+        ("x exceeds int32", dict(data=wide)),
+        ("required a dict of arrays", dict(data=3)),
+        ("the first: list; required a dict", dict(data=lambda step: [X])),
+        ("ended after 0 batches", dict(data=[])),
+        ("batch_size=8: the batches have 16 samples", dict(batch_size=8)),
+        ("validation: a sample has", dict(validation=dict(x=X))),
+        ("nearest legal sizes: 8 or 16", dict(data=dict(x=X, y=Y), batch_size=10, mesh=dict(fsdp=8))),
+        ("Did you mean mesh.fsdp", dict(mesh=dict(fspd=2))),
+        ("3", dict(mesh=dict(fsdp=3))),
+        ("required a transformation of optax", dict(optimizer=nnx.Optimizer)),
+        ("required an nnx.Module, or a function", dict(model="Net")),
+        ("no method `loss`", dict(model=lambda rngs: nnx.Linear(4, 2, rngs=rngs))),
+        ("the batch has no 'x'", dict(data=dict(z=X))),
+        ("an argument of fit", dict(settings={"train.steps": 3})),
+        ("no such field", dict(settings={"train.log_evry": 3})),
+        ("batch.accumulation=2: Net.loss changes its state", dict(settings={"batch.accumulation": 2})),
+        ("model.name: the run", dict(model=lambda rngs: Wider(rngs=rngs), **held)),
+        ("seed: the run", dict(seed=1, **held)),
+        ("data.path: the run", dict(data=dict(z=X, x=X, y=Y), batch_size=16, **held)),
+        ("the data has changed", dict(data=lambda step: batches(step + 1), **held)),
+    ]
+    compiled = []
+    monkeypatch.setattr("jaxdist.resume._compile", lambda *_: compiled.append(1))
+    for text, options in wrong:
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            fit(**options)
+    assert len(compiled) <= 1  # only the last one reads a checkpoint to know
+
+
+class Wider(Net):
+    """Another model, of the same parameters."""
+
+
+def test_one_run_at_a_time_in_a_folder(whole):
+    found = []
+
+    def meanwhile(step: int) -> dict:
+        if step == 8 and not found:
+            try:
+                fit(steps=9, folder=whole.folder)
+            except ConfigError as error:
+                found.append(str(error))
+        return batches(step)
+
+    run = fit(meanwhile, steps=9, folder=whole.folder)
+    assert run.step == 9 and "in use by process" in found[0]
+
+
+def test_it_runs_in_a_thread_that_gets_no_signals(whole):
+    found = []
+    alone = dict(devices=jax.devices()[:1], mesh=None)
+    thread = threading.Thread(target=lambda: found.append(fit(steps=4, **alone)))
+    thread.start()
+    thread.join()
+    assert losses(found[0]) == pytest.approx(losses(whole)[:4], rel=1e-5)
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def run_script(code: str, folder: Path) -> str:
+    """Returns what a script printed; a stand-in for matplotlib notes what it was to draw."""
+    stand_in = folder / "matplotlib" / "pyplot.py"
+    stand_in.parent.mkdir()
+    stand_in.parent.joinpath("__init__.py").touch()
+    stand_in.write_text(
+        "xlabel = ylabel = lambda text: None\nshow = lambda: print('shown')\n"
+        "def plot(x, y):\n    print('plotted', len(x), len(y), y[0], y[-1])\n"
+    )
+    (folder / "script.py").write_text(code)
+    environ = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_notebook_runs(tmp_path):
+    notebook = json.loads((ROOT / "examples" / "jaxdist_in_colab.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    install, *others = ["".join(cell["source"]) for cell in cells]
+    assert cells[0]["metadata"]["tags"] == ["install"] and install.startswith("%pip install")
+    others = [re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell for cell in others]
+    said = run_script("\n\n".join(others), tmp_path)
+    plotted = re.search(r"plotted 60 60 (\S+) (\S+)\nshown", said)
+    assert plotted and float(plotted[2]) < 0.75 * float(plotted[1])
+    assert re.search(r"P\(.*'fsdp'.*\) 8\n", said)
+    assert "died: the power is gone" in said and "resumed after step 30" in said
+    assert "largest difference of a loss: 0.0" in said
+    assert said.rstrip().splitlines()[-1] and "    def get" in said.split("largest difference")[1]
+
+
+def _shows(cell: str) -> bool:
+    """Returns whether a cell ends in an expression, which a notebook shows."""
+    last = cell.splitlines()[-1]
+    return bool(re.match(r"(?!print)[a-z]", last)) and "=" not in last.split("(")[0]
+
+
+def test_the_snippets_of_the_docs_run(tmp_path):
+    text = (ROOT / "docs" / "library.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 6
+    said = run_script("\n".join([*blocks, 'print("accuracy", accuracy)', "print(judge)"]), tmp_path)
+    assert float(re.search(r"accuracy (\S+)", said)[1]) > 0.9
+    error = re.search(r"print\(error\)  # (.*)", text)[1]
+    assert error in said and "Fitted(step 40, loss" in said
+    arguments = set(re.findall(r"^\| `(\w+)`|, `(\w+)` \|", text, re.M))
+    assert {"model", "optimizer", "batches", "steps"} <= {name for pair in arguments for name in pair}
