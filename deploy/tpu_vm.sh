@@ -3,8 +3,8 @@
 #
 #     deploy/tpu_vm.sh NAME ZONE --config llama3_8b --workdir gs://bucket/run
 #
-# One agent and one process a host. A lost process ends the run on all hosts (exit code 70) and each
-# host starts again; 0, 1, 75, 77 and 78 end it.
+# One agent and one process a host. A lost process ends the run on all hosts (exit code 70), and each
+# host starts again, as does one whose agent was killed (137); 0, 1, 75, 77 and 78 end it.
 set -euo pipefail
 name=$1 zone=$2
 shift 2
@@ -18,7 +18,7 @@ gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all --command "
     for _ in \$(seq 100); do
         python3 -m jaxdist.launch -- python3 -m jaxdist.train $arguments
         code=\$?
-        [ \$code = 70 ] || break
+        case \$code in 0 | 1 | 75 | 77 | 78) break ;; esac
         sleep 5
     done
     exit \$code"

@@ -7,21 +7,25 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
 
-from jaxdist import machine, workdir
+from jaxdist import machine, pretrained, trees, workdir
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore, Restored
 from jaxdist.data import Dataset
-from jaxdist.recipe import RunConfig
+from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import peers
 from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.training.state import State
+from jaxdist.sharding import Rules
+from jaxdist.training.state import ModelSpec, State
 from jaxdist.training.step import TrainStep
 
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
@@ -36,21 +40,47 @@ class Progress:
     elapsed_s: float = 0.0  # training time, over all restarts
 
 
+class Given(NamedTuple):
+    """What a caller hands over; it stands for what the config names."""
+
+    build: Build
+    dataset: Dataset
+    optimizer: optax.GradientTransformation | None = None  # None: the config's
+    initial: Mapping[str, np.ndarray] | None = None  # path -> value that the model begins with
+
+
+class Outcome(NamedTuple):
+    """A run that has ended."""
+
+    config: RunConfig
+    spec: ModelSpec
+    mesh: Mesh
+    rules: Rules
+    built: TrainStep
+    state: State
+    stopped: str  # why it ended early; "" if it did not
+
+
 def begin(
     config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointStore, folder: Path,
-    watch: Watchdog,
+    watch: Watchdog, given: Given | None = None,
 ) -> tuple[State, Progress, SkippingDataset]:  # fmt: skip
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
     The step compiles in one thread and the checkpoint library is imported in another, while the
     state is made or read here: a start takes the longest of the three, not their sum.
     """
-    with ThreadPoolExecutor(3) as pool:
+    pool = ThreadPoolExecutor(3)
+    try:
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(store.prepare, built.views.abstract)
         if not machine.agreed(folders.has_steps(store.folder)):
-            state, progress, windows = built.init(), Progress(), []
+            if given and given.initial:
+                state = built.init(_placed(given.initial, built))
+            else:
+                state = pretrained.begin(config, built, folder, watch)
+            progress, windows = Progress(), []
         else:
             watch.at("restore")
             library.result()
@@ -64,6 +94,16 @@ def begin(
         prepared.result()
         peers.agree(lambda: {"data left out": windows})
         return state, progress, SkippingDataset(dataset, windows)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
+
+
+def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
+    """Returns the model's first values on the devices, each laid out as the run has it."""
+    flat = built.views.abstract
+    own = [trees.flatten_names(tree) for tree in (flat.trainable, flat.model_state, flat.frozen)]
+    where = {path: x.sharding for tree in own for path, x in tree.items()}
+    return {path: jax.device_put(np.asarray(value), where[path]) for path, value in initial.items()}
 
 
 def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:

@@ -79,6 +79,41 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
     assert not (tmp_path / "run" / "quarantine").exists()
 
 
+WAITING = """
+    import sys
+    import jax, jax.numpy as jnp
+    from jax.experimental import multihost_utils
+    from jaxdist import machine
+    from jaxdist.checkpoint.config import CheckpointConfig
+    from jaxdist.checkpoint.store import CheckpointStore
+
+    machine.join_processes()
+    def collective(name):
+        raise AssertionError(f"a collective of Orbax: {name}")
+    multihost_utils.sync_global_devices = collective
+    split = jax.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
+    state = {"x": jax.jit(lambda: jnp.arange(8.0), out_shardings=split)()}
+    with CheckpointStore(sys.argv[1], CheckpointConfig()) as store:
+        for number in (1, 2):
+            store.save(number, state, {"data": number})
+            store.wait()
+            assert [saved.ok for saved in store.poll()] == [True]
+        target = {"x": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split)}
+        assert store.restore(target).metadata == {"data": 2}
+"""
+
+
+def test_processes_that_save_wait_for_each_other_in_no_collective(tmp_path):
+    """In one, those that a failed save leaves behind would be answered by the next step's."""
+    agent = [sys.executable, "-m", "jaxdist.launch", "--max-restarts", "0", "--processes", "2"]
+    command = [*agent, "--devices-per-process", "1", "--", sys.executable, "-c"]
+    done = subprocess.run(
+        [*command, textwrap.dedent(WAITING), str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert folders.list_steps(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize("damaged", [28, 21], ids=["newest", "second newest"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):  # noqa: F811

@@ -1,6 +1,7 @@
 """`jaxdist checkpoint`: what it prints, its exit codes, and that it needs neither jax nor a device."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,19 @@ def test_what_cannot_be_is_told_with_its_exit_code(tmp_path, capsys):
     ):
         assert command.main([*map(str, words)]) == code, words
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_what_may_not_be_read_is_a_fault_in_one_line(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run").chmod(0)
+    os.seteuid(65534)
+    try:
+        code = command.main(["list", str(tmp_path / "run")])
+    finally:
+        os.seteuid(0)
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert code == 78 and fault.startswith("error: ") and "Permission denied" in fault
 
 
 def test_it_runs_without_jax_and_as_a_command(sound):

@@ -13,11 +13,13 @@ from test_checkpoint_integrity import a_data_file, flip
 from test_checkpoint_store import assert_bitwise, names, save_and_wait
 from test_train import command, environment, losses, train
 
+from jaxdist import recipe, workdir
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter, read_events, read_rows
 
 MIB = 1 << 20
@@ -100,6 +102,21 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(small_disk):
         CheckpointStore(small_disk / "d", CheckpointConfig())
     with CheckpointStore(small_disk / "c", CheckpointConfig(), mode="read") as store:
         assert_bitwise(store.restore(noise(0.5)).state, noise(0.5))
+
+
+def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(small_disk):
+    folder, run = small_disk / "run", recipe.from_config(recipe.default_config())
+    full = filler(small_disk, leave=0)
+    with workdir.held(folder):
+        with pytest.raises(ConfigError, match=r"json cannot be written \(No space left.*free the disk"):
+            workdir.settle_config(folder, run)
+        assert names(folder) == [".lock"]
+        full.unlink()
+        workdir.settle_config(folder, run)
+    assert workdir.read_config(folder) == run
+    (folder / "config.json").write_text('{"seed": ')
+    with pytest.raises(ConfigError, match="config.json is damaged .* put it back, or delete it"):
+        workdir.settle_config(folder, run)
 
 
 def test_metrics_and_events_wait_for_room(small_disk):

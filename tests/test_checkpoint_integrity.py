@@ -24,8 +24,10 @@ from test_checkpoint_store import (
 
 from jaxdist.checkpoint import fingerprint, integrity
 from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint import store as stores
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.checkpoint.store import CheckpointStore
 
 # As in test_checkpoint_store: what TensorStore leaves behind when a file is damaged.
@@ -227,6 +229,20 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
             assert save_and_wait(store, step, states[min(step, 3)], data=min(step, 3)).ok
     assert restored_step(copy, states) == (3, {})
     assert names(copy) == ["1", "2", "3", "4"]
+
+
+def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypatch):
+    told = iter(["", "process 1: gone", "", "", ""])  # of 3: files, metadata; of 2: these and the arrays
+    seen, read = [], OrbaxBackend.read
+
+    def seeing(self, path, *rest):
+        seen.append(path.name)
+        return read(self, path, *rest)
+
+    monkeypatch.setattr(stores, "_agreed", lambda reason: reason or next(told))
+    monkeypatch.setattr(OrbaxBackend, "read", seeing)
+    assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})
+    assert seen == ["2"] and not list(told)
 
 
 def test_a_damaged_step_below_the_good_one_is_seen_when_it_is_needed(sound, copy):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import threading
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import loop, recipe, resume
-from jaxdist.checkpoint.folder import list_steps
+from jaxdist.checkpoint.folder import CheckpointError, list_steps
 from jaxdist.data.dataset import Dataset
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.resilience import peers, preflight
@@ -248,9 +249,42 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(tmp_path, monk
     assert drift["step"] == 10 and drift["differing"] == ["device 3 of process 0: leaf"]
     (back,) = [event for event in read_events(folder) if event["event"] == "restore"]
     assert back["step"] == 4 and back["left_out"] == [4, 4]  # 8 came after the last good comparison
+    drifted.clear()
+    stops = config_of(**changes, health__nonfinite="stop")
+    with pytest.raises(loop.TrainingStopped, match="device 3 .* replace the device"):
+        loop.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
+    assert read_events(tmp_path / "stopped")[-1]["reason"] == "drift"
     monkeypatch.undo()
     loop.run(config, tmp_path / "straight", devices=jax.devices()[:2])
     assert losses(folder) == losses(tmp_path / "straight")
+
+
+def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
+    class Late(loop.StopSignals):
+        def reached(self):
+            if self._steps == STEPS - 1:
+                signal.raise_signal(signal.SIGINT)
+            found = super().reached()
+            assert found == (self._steps == STEPS)
+            return found
+
+    monkeypatch.setattr(loop, "StopSignals", Late)
+    run(tmp_path, model__target="jaxdist.models.transformer:Transformer")
+    assert read_events(tmp_path)[-1]["reason"] == "finished" and (tmp_path / "report.html").exists()
+
+
+def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(story, tmp_path, monkeypatch):
+    folder, release = tmp_path / "run", threading.Event()
+    shutil.copytree(story.then, folder)
+    for step in list_steps(folder / "checkpoints"):
+        (folder / "checkpoints" / str(step) / "metadata" / "metadata").unlink()
+    monkeypatch.setattr(resume, "_compile", lambda *_: release.wait(100))
+    try:
+        with pytest.raises(CheckpointError, match="no usable checkpoint"):
+            run(folder)
+        assert not release.is_set()
+    finally:
+        release.set()
 
 
 # --- peers ----------------------------------------------------------------------------------------

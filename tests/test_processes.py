@@ -4,13 +4,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_train import command, environment, losses, train
+from test_train import command, environment, last_step, losses, train
 
 from jaxdist import recipe
+from jaxdist.checkpoint.folder import list_steps
 from jaxdist.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
@@ -102,6 +104,58 @@ def test_a_second_interrupt_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.reached()
         os.kill(os.getpid(), signal.SIGINT)
+
+
+CELL = """
+import argparse, signal
+import jaxdist
+from pathlib import Path
+from jaxdist import command_line, loop
+_, config = command_line.parse(argparse.ArgumentParser(), FLAGS)
+jaxdist.run(config, Path(WORKDIR))
+"""
+SHELLS = {
+    "python -c": """
+CELL = compile(CELL, "cell", "exec")
+try:
+    exec(CELL, {})
+except Exception as error:
+    found = error
+""",
+    "IPython": """
+from IPython.core.interactiveshell import InteractiveShell
+found = InteractiveShell.instance().run_cell(CELL).error_in_exec
+""",
+}
+AGAIN = """
+import signal
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+print("control is back:", type(found).__name__, found, flush=True)
+exec(CELL, {})
+"""
+
+
+@pytest.mark.parametrize("shell", ["python -c", pytest.param("IPython", marks=pytest.mark.slow)])
+def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell):
+    if shell == "IPython":
+        pytest.importorskip("IPython")
+    workdir = tmp_path / "run"
+    settings = {"checkpoint__every_steps": 0, "checkpoint__save_at_end": False, "train__steps": 300}
+    _, _, _, config, name, _, _, *rest = command(workdir, **settings)
+    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace("WORKDIR", repr(str(workdir)))
+    code = f"CELL = {cell!r}\n{SHELLS[shell]}{AGAIN}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(1), stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and last_step(workdir) < 10:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    (step,) = [event["step"] for event in read_events(workdir) if event["event"] == "preempted"]
+    assert f"control is back: Interrupted stopped after step {step}, saved; run again" in said
+    assert list_steps(workdir / "checkpoints") == [step] and 10 <= step < 300
+    assert f"resumed after step {step}" in said and last_step(workdir) == 300
 
 
 # --- another number of devices --------------------------------------------------------------------

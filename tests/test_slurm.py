@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_launch import SETTINGS, events
+from launched import SETTINGS, events
 from test_train import command, environment, every_loss, last_step, losses
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -182,6 +182,19 @@ if size == 3: time.sleep(100)
     assert code == 70 and said.count("starting 3") == 3, "without --min-processes all are needed"
 
 
+def test_a_slot_that_was_given_up_is_tried_again_after_progress(tmp_path):
+    text = """
+time.sleep(0.1)
+if rank == 1 and size == 3 and gang() < 3: kill_me()
+if rank == 0 and gang() == 3: write_step(9); kill_me()
+if gang() < 4: time.sleep(100)
+"""
+    code, said = supervise(tmp_path, text, 3, min_processes=2)
+    assert code == 0
+    begun = [line for line in said.splitlines() if "starting" in line]
+    assert begun == [f"starting {n} processes" for n in (3, 3, 2, 3)]
+
+
 def test_too_little_capacity_waits(tmp_path):
     capacity = tmp_path / "capacity"
     capacity.write_text("1")
@@ -285,7 +298,7 @@ def launched(folder: Path, text: str, *flags: str) -> subprocess.Popen:
     return agent
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_agent_reaches_all_and_75_passes_through(tmp_path, number, monkeypatch):
     monkeypatch.setenv("JAXDIST_STOP_SIGNALS", "SIGUSR1")
     agent = launched(tmp_path, SAVES)
@@ -321,8 +334,14 @@ def test_kill_9_of_the_agent_leaves_no_orphan(tmp_path):
     wait_until(lambda: not any(map(members, pids)))
 
 
-def test_stop_signals_are_checked():
-    assert stop_signals({"JAXDIST_STOP_SIGNALS": "SIGUSR1,SIGUSR2"})[2:] == [signal.SIGUSR1, signal.SIGUSR2]
+def test_stop_signals_are_checked(monkeypatch):
+    given, closed = {"JAXDIST_STOP_SIGNALS": "SIGUSR1,SIGTERM"}, signal.SIGHUP
+    assert stop_signals(given) == [signal.SIGINT, signal.SIGTERM, closed, signal.SIGUSR1]
+    before = signal.signal(closed, signal.SIG_IGN)  # as nohup has it
+    try:
+        assert stop_signals({}) == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(closed, before)
     with pytest.raises(ValueError, match="SIGFOO is no signal"):
         stop_signals({"JAXDIST_STOP_SIGNALS": "SIGFOO"})
 

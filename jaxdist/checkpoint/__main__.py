@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = _parser().parse_args(argv)
         found, code = _ACTIONS[flags.action](flags)
-    except (config.ConfigError, MissingExtra, CheckpointError) as error:
+    except (config.ConfigError, MissingExtra, CheckpointError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
     print(json.dumps(found, indent=1) if flags.json else "\n".join(_lines(found)))

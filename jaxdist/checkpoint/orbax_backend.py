@@ -47,14 +47,21 @@ class OrbaxBackend:
     """Writes in the background, one step at a time; every process must make the same calls."""
 
     def __init__(self, *, timeout_s: int):
+        # Named, the processes wait for each other through the coordination service, not in a collective:
+        # one whose save fails would leave the others in it, to be answered by its next step's.
+        everyone = set(range(jax.process_count())) if jax.process_count() > 1 else None
+        processes = ocp.options.MultiprocessingOptions(active_processes=everyone)
         handler = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
             **{
                 STATE_ITEM: ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers()),
                 METADATA_ITEM: ocp.JsonCheckpointHandler(),
-            }
+            },
         )
         options = ocp.AsyncOptions(timeout_secs=timeout_s)
-        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            handler, async_options=options, multiprocessing_options=processes
+        )
 
     def start(self, path: Path, arrays: Mapping[str, Any], document: Mapping[str, Any]) -> None:
         """Begin to write; returns once the arrays are copied, so that they may be donated.

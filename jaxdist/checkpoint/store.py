@@ -175,14 +175,9 @@ class CheckpointStore:
         obstacle = self._obstacle(step, trees.tree_bytes(arrays), wait)
         self._last_save = self._now
         result = SaveResult(
-            step=step,
-            ok=True,
-            error=None,
-            seconds=0.0,
-            bytes=trees.tree_bytes(arrays),
-            blocked_s=0.0,
+            step=step, ok=True, error=None, seconds=0.0, bytes=trees.tree_bytes(arrays), blocked_s=0.0,
             waited_s=self._clock() - started if running else 0.0,
-        )
+        )  # fmt: skip
         if obstacle:
             error = CheckpointError(f"step {step} was not saved: {obstacle}")
             seconds = self._clock() - started
@@ -359,15 +354,21 @@ class CheckpointStore:
         manifest, reason = self._checked(step)
         if manifest is None:
             return None, reason
-        restored = None
+        restored = info = None
         try:
             info = folders.read_step(self.folder, step)
             layout.check(info.arrays, abstract_state, partial=partial)
+        except layout.LayoutError:
+            raise  # not damage: an older step would not fit either, and must not win silently
+        except (CheckpointError, OSError) as error:
+            reason = _short(error)
+        if reason := _agreed(reason):  # before a read that waits for all processes
+            return None, reason
+        assert info is not None
+        try:
             path = folders.step_path(self.folder, step)
             arrays = self._backend.read(path, layout.to_canonical(abstract_state))
             restored = Restored(layout.from_canonical(arrays, abstract_state), info.metadata)
-        except layout.LayoutError:
-            raise  # not damage: an older step would not fit either, and must not win silently
         except Exception as error:  # Orbax and TensorStore raise many types for the same damage
             reason = _short(error)
         if reason := _agreed(reason):

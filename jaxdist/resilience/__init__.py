@@ -15,7 +15,9 @@ STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"  # variable: more signals that ask to stop
 
 
 def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Returns the signals that ask a run to stop: SIGINT, SIGTERM and those of JAXDIST_STOP_SIGNALS.
+    """Returns the signals that ask a run to stop: SIGINT, SIGTERM, SIGHUP and those of JAXDIST_STOP_SIGNALS.
+
+    SIGHUP (a closed terminal) only where it is not ignored, as `nohup` has it.
 
     Raises:
       ConfigError: a name is no signal's.
@@ -24,4 +26,6 @@ def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
     wrong = [name for name in names if name not in signal.Signals.__members__]
     if wrong:
         raise ConfigError(f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal; write e.g. SIGUSR1")
-    return [signal.SIGINT, signal.SIGTERM, *(signal.Signals[name] for name in names)]
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    usual = [signal.SIGINT, signal.SIGTERM, *([] if deaf else [signal.SIGHUP])]
+    return list(dict.fromkeys([*usual, *(signal.Signals[name] for name in names)]))

@@ -50,11 +50,12 @@ def faults(config: HealthConfig) -> list[str]:
 class Diverged(Exception):
     """The run cannot go on from its state: go back before step `first`, or stop."""
 
-    def __init__(self, reason: str, *, first: int, last: int, policy: str, skip: bool = True):
+    def __init__(self, kind: str, reason: str, *, first: int, last: int, policy: str):
         super().__init__(reason)
+        self.kind = kind  # "nonfinite", "spike" or "drift"
         self.first, self.last = first, last  # steps that went wrong
         self.policy = policy  # "stop" or "rollback"
-        self.skip = skip  # whether data can be the cause
+        self.skip = kind != "drift"  # whether data can be the cause
 
 
 class Monitor:
@@ -102,6 +103,7 @@ class Monitor:
         self._note(f"step {number}: loss or gradients are not finite; update left out")
         if skipped > self._limit:
             raise Diverged(
+                "nonfinite",
                 f"{skipped} steps in a row with non-finite loss or gradients "
                 f"(optimizer.nonfinite_limit={self._limit})",
                 first=number - skipped + 1, last=number, policy=self._config.nonfinite,
@@ -115,7 +117,7 @@ class Monitor:
             text = f"step {number}: loss {loss:.4g} spikes above the recent median {self._median:.4g}"
             self._note(text)
             if self._config.spike == "rollback":
-                raise Diverged(text, first=number, last=number, policy="rollback")
+                raise Diverged("spike", text, first=number, last=number, policy="rollback")
         if sigmas and len(losses) >= _ENOUGH and number % _REFRESH == 0:
             middle = len(losses) // 2
             self._median = sorted(losses)[middle]
@@ -136,7 +138,7 @@ class Monitor:
             self._event("drift", number, differing=found)
             self._note(text)
             first = self._compared + 1
-            raise Diverged(text, first=first, last=number, policy=self._config.nonfinite, skip=False)
+            raise Diverged("drift", text, first=first, last=number, policy=self._config.nonfinite)
         self._compared = number
 
     def rewound(self, number: int) -> None:
@@ -156,6 +158,7 @@ class SkippingDataset(Dataset):
 
     def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()):
         vars(self).update(vars(dataset))
+        self._whole = getattr(dataset, "_whole", dataset)
         self.windows = [[first, end] for first, end in windows]
         self._merged: list[list[int]] = []
         for first, end in sorted(self.windows):
@@ -173,7 +176,7 @@ class SkippingDataset(Dataset):
 
     def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
         """Returns rows of the global batch after `step` updates, see Dataset."""
-        return super().train_batch(self.position(step), global_size, rows)
+        return self._whole.train_batch(self.position(step), global_size, rows)
 
     def without(self, first_step: int, last_step: int) -> SkippingDataset:
         """Returns the dataset that also leaves out what these updates took."""

@@ -23,7 +23,7 @@ from jaxdist.config import ConfigError
 
 _WAIT_MS = 1_800_000  # for the slowest process to come so far
 _SHOWN_CHARS = 60
-_ROWS, _ENOUGH = 20, 5  # of metrics that a pace is measured over; that make an event
+_ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0  # of metrics that a pace is measured over; that make an event
 _SHARE = 0.2  # of a step that a process is behind the median, to be called a straggler
 
 _numbers = itertools.count()  # the same on all processes: they ask the same questions in order
@@ -125,7 +125,7 @@ class Pace:
             return {}
         found = slowest({int(key.rpartition("/")[2]): json.loads(value) for key, value in told})
         process, excess_s = found["slowest_process"], found["slowest_busy_s"] - found["median_busy_s"]
-        lags = len(self._recent) >= _ENOUGH and excess_s > _SHARE * time_s / number
+        lags = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S and excess_s > _SHARE * time_s / number
         if lags and process != self._last:
             self._event("straggler", step, process=process, **found)
         self._last = process if lags else -1

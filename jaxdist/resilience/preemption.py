@@ -22,9 +22,10 @@ from typing import Any
 import jax
 
 from jaxdist import machine
-from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
+from jaxdist.resilience import EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
+_FEW = 64  # processes that look so often; more look less often, for at most 256 looks a second in all
 _READY_MS = 3_600_000  # for all to be ready for the first step; a lost process ends the wait sooner
 _BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy outside Python
 _LOST = (  # words of errors by which one process hears that another has gone
@@ -97,7 +98,8 @@ class StopSignals:
     def _watch(self) -> None:
         """Hands on what this process was asked, and agrees on a step once any was asked."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no coordinator: the run is over
-            while not self._left.wait(_LOOK_S):
+            look_s = _LOOK_S * max(1, jax.process_count() / _FEW)  # the coordinator answers them all
+            while not self._left.wait(look_s):
                 if self._heard:
                     self._tell("asked", 1)
                 if self._told("asked"):
@@ -142,6 +144,8 @@ def own_process() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code == EXIT_PREEMPTED:
             _leave_tidily(EXIT_PREEMPTED)
+        if leaving.code == EXIT_NO_CHECKPOINT:
+            _leave(EXIT_NO_CHECKPOINT)  # Python's own end would wait for a compiler
         if leaving.code not in (0, None):
             _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
         raise

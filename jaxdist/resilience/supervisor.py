@@ -172,7 +172,10 @@ class Supervisor:
         if self.agents.number > 1:
             return EXIT_PEER_LOST
         self._failures = [why] if moved else [*self._failures, why]
-        self._give_up_slot(self.slots[number])
+        lost = self.slots[number]
+        if moved:
+            self.slots = list(range(self.options.processes))  # what failed then may be well by now
+        self._give_up_slot(lost)
         if len(self._failures) > self.options.max_restarts:
             self.say(self._epitaph(gang, number, step))
             return code
@@ -184,7 +187,7 @@ class Supervisor:
         return None
 
     def _give_up_slot(self, slot: int) -> None:
-        """Leaves out a slot whose process was lost twice in a row, where fewer will do."""
+        """Leaves out a slot whose process was lost twice in a row, where fewer will do, until progress."""
         twice = slot == self._last_slot
         self._last_slot = None if twice else slot
         least = self.options.min_processes or self.options.processes
