@@ -1,5 +1,6 @@
 """The command `jaxdist NAME ...`: exactly `python -m jaxdist.NAME ...`."""
 
+import os
 import runpy
 import sys
 
@@ -12,6 +13,7 @@ COMMANDS = {
     "verify": "prove that a config's layouts compute what one device computes",
     "launch": "start and supervise a run's processes; the agent of a node under a scheduler",
     "checkpoint": "list, inspect, verify and diff checkpoints",
+    "convert": "a model from Hugging Face's form into ours, or back",
     "generate": "sample text from a checkpoint",
     "evaluate": "exact weighted loss of a checkpoint on a held-out set",
     "report": "one self-contained HTML page of a run, or of two",
@@ -39,6 +41,8 @@ def main() -> None:
         sys.exit(config.EXIT_CONFIG)
     else:
         del sys.argv[1]
+        if not sys.flags.safe_path and os.getcwd() not in sys.path:  # as with -m: models may lie here
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
 
 

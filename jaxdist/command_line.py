@@ -6,14 +6,17 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from jaxdist import config as configs
+from jaxdist import pretrained, workdir
 from jaxdist.config import ConfigError
 from jaxdist.extras import MissingExtra
 from jaxdist.models import registry
 from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
+from jaxdist.resilience.progress import default_workdir
 
 
 def parse(
@@ -48,7 +51,17 @@ def parse(
         faults += error.faults
     if faults or unknown:
         raise ConfigError(unknown + faults)
+    if configs.flatten(config).get("init.from_huggingface"):
+        pretrained.adopt(config, overrides, _before(flags))
     return flags, from_config(config)
+
+
+def _before(flags: argparse.Namespace) -> RunConfig | None:
+    """Returns the config of the run that lies in a command's workdir, if it has one."""
+    if not hasattr(flags, "workdir"):
+        return None
+    folder = Path(flags.workdir or default_workdir(flags.config))
+    return workdir.read_config(folder) if (folder / workdir.CONFIG).is_file() else None
 
 
 def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:

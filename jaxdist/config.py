@@ -5,6 +5,7 @@ comment with meaning, unit and legal range. The dataclass is the schema; ConfigD
 that config files and the command line edit. Nothing here imports jax.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -40,6 +41,13 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.faults)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser; its errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +93,9 @@ def schema_of(cls: type, prefix: str = "") -> Schema:
     """Returns the leaves of a component: `{dotted path: Field}`, in source order.
 
     `cls` is a frozen dataclass (nested dataclasses become groups), or any other class, whose
-    options are the annotated parameters of `__init__` except `rngs`. A dataclass field annotated
-    as a Mapping is an open group: it has no leaves here, its owner adds them.
+    options are the parameters of `__init__` except `rngs` that are annotated, or whose default says
+    the type; a default that is no plain value (a function) cannot be changed. A dataclass
+    field annotated as a Mapping is an open group: it has no leaves here, its owner adds them.
     """
     if dataclasses.is_dataclass(cls):
         return {field.path: field for field in _dataclass_fields(cls, prefix, MISSING)}
@@ -107,11 +116,24 @@ def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
-    hints, docs = typing.get_type_hints(init), annotations.docs(init)
+    try:
+        hints, docs = typing.get_type_hints(init), annotations.docs(init)
+    except NameError as error:
+        raise ConfigError(f"{cls.__name__}.__init__: its annotations cannot be read: {error}") from error
     for name, parameter in inspect.signature(init).parameters.items():
-        if name in hints and name != "rngs" and parameter.kind is not parameter.VAR_KEYWORD:
-            default = MISSING if parameter.default is parameter.empty else parameter.default
-            yield Field(prefix + name, hints[name], default, docs.get(name, ""))
+        default = MISSING if parameter.default is parameter.empty else parameter.default
+        known = hints.get(name, MISSING if default in (None, MISSING) else type(default))
+        variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if name in ("self", "rngs") or variadic or not (default is MISSING or _is_plain(default)):
+            continue  # what no config can hold (a function, a dtype) keeps its default
+        if known is not MISSING:
+            yield Field(prefix + name, known, default, docs.get(name, ""))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _default(item: dataclasses.Field) -> object:

@@ -7,10 +7,8 @@ import dataclasses
 import json
 import os
 import platform as host
-import re
 import shutil
 from collections.abc import Mapping
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,8 @@ from jaxdist import command_line, extras, hardware, machine
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig
 from jaxdist.mesh import count_slices
+from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda13-plugin",
-            "jax-cuda12-plugin", "numpy")  # fmt: skip
 GIB = 2**30
 
 
@@ -49,7 +46,9 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = hardware.chip_for(kind)
-    versions = _versions()
+    found = versions()
+    known: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
+    known |= {package: found.get(package) for package in PACKAGES}
     return {
         "devices": {
             "platform": devices[0].platform if devices else None,
@@ -60,7 +59,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "launcher": machine.detect_launcher(environ) or "none: one process",
             "trouble": trouble,
         },
-        "versions": versions | {"faults": version_faults(versions)},
+        "versions": known | {"faults": version_faults(known)},
         "chip": chip and _chip(chip, devices[0]),
         "host": {
             "cpus": os.cpu_count(),
@@ -77,51 +76,6 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 # --- sections -------------------------------------------------------------------------------------
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def version_faults(versions: Mapping[str, str | None]) -> list[str]:
-    """Returns which packages do not belong together, each with its cure.
-
-    jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin must have
-    jaxlib's number, and jax's metadata says which libtpu it was tested with.
-    """
-    jax_version, jaxlib = versions["jax"], versions["jaxlib"]
-    faults = []
-    if _numbers(jaxlib) != _numbers(jax_version):
-        faults.append(f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}")
-    for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        if (found := versions[plugin]) and _numbers(found) != _numbers(jaxlib):
-            faults.append(f"{plugin} {found} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
-    wanted, libtpu = required_libtpu(metadata.requires("jax") or []), versions["libtpu"]
-    if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
-        faults.append(
-            f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
-            f'pip install "jax[tpu]=={jax_version}"'
-        )
-    return faults
-
-
-def _numbers(version: str | None) -> list[str]:
-    """Returns the first three numbers of a version."""
-    return re.findall(r"\d+", version or "")[:3]
-
-
-def required_libtpu(requirements: list[str]) -> str | None:
-    """Returns the libtpu version (or its beginning) that jax's extra `tpu` asks for."""
-    for line in requirements:
-        if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)", line):
-            return match[1]
-    return None
 
 
 def _chip(chip: hardware.Chip, device: jax.Device) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     shape, rules, spec = recipe.validate(run, devices, with_data=False)
     platform = devices[0].platform
     say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
-    say(f"parameters: {spec.parameter_count:,}")
+    say(recipe.counts(run, spec))
     say(recipe.batch_arithmetic(run, shape))
     for line in stages.lines(run, spec, rules):
         say(line)
@@ -74,7 +74,7 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     Raises:
       ConfigError: the compiler refuses it, as a device's memory does not hold it.
     """
-    batch = recipe.text_batch(run, run.batch.global_size)
+    batch = recipe.batch_shapes(run, run.batch.global_size)
     where = built.batch_shardings(batch)
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in batch.items()

@@ -10,7 +10,10 @@ EXTRAS = {
     "gcsfs": "gcs",
     "jax_cuda12_plugin": "aot-gpu",
     "libtpu": "aot",
+    "lm_eval": "eval",
     "pyarrow": "hf",
+    "qwix": "lora",
+    "sklearn": "vision",
     "tensorboardX": "tensorboard",
     "tokenizers": "text",
 }

@@ -77,25 +77,13 @@ def _tpu(
 
     `usable_gib` is of one of its `devices`; `dcn` and `pcie` are GB/s of the chip.
     """
+    rates = {dtype: value * _T / devices for dtype, value in peaks.items()}
     return Chip(
-        name=name,
-        device_kinds=kinds,
-        peak_flops_per_s={dtype: value * _T / devices for dtype, value in peaks.items()},
-        hbm_bytes=int(gib * _GIB / devices),
-        hbm_bytes_per_s=hbm * _G / devices,
-        source=source,
-        link="ICI",
-        link_bytes_per_s=links[1] * _G,
-        num_links=links[0],
-        compiler_hbm_bytes=int(usable_gib * _GIB),
-        devices_per_chip=devices,
-        clock_hz=ghz and ghz * _G,
-        chips_per_host=4,
-        network="DCN",
-        network_bytes_per_s=dcn and dcn * _G / devices,
-        pcie_bytes_per_s=pcie and pcie * _G / devices,
-        **more,
-    )
+        name, kinds, rates, int(gib * _GIB / devices), hbm * _G / devices, source, "ICI",
+        links[1] * _G, links[0], int(usable_gib * _GIB), devices_per_chip=devices, clock_hz=ghz and ghz * _G,
+        chips_per_host=4, network="DCN", network_bytes_per_s=dcn and dcn * _G / devices,
+        pcie_bytes_per_s=pcie and pcie * _G / devices, **more,
+    )  # fmt: skip
 
 
 def _gpu(
@@ -108,21 +96,11 @@ def _gpu(
     `pcie` and `infiniband` are GB/s of the GPU; a GPU whose link is PCIe has that for its host, too.
     """
     pcie = link[1] if link[0] == "PCIe" else pcie
+    rates = {dtype: value * _T for dtype, value in peaks.items()}
     return Chip(
-        name=name,
-        device_kinds=kinds,
-        peak_flops_per_s={dtype: value * _T for dtype, value in peaks.items()},
-        hbm_bytes=int(gb * _G),
-        hbm_bytes_per_s=hbm * _G,
-        source=source,
-        link=link[0],
-        link_bytes_per_s=link[1] * _G,
-        num_links=1,
-        network="InfiniBand",
-        network_bytes_per_s=infiniband and infiniband * _G,
-        pcie_bytes_per_s=pcie and pcie * _G,
-        **more,
-    )
+        name, kinds, rates, int(gb * _G), hbm * _G, source, link[0], link[1] * _G, 1, network="InfiniBand",
+        network_bytes_per_s=infiniband and infiniband * _G, pcie_bytes_per_s=pcie and pcie * _G, **more,
+    )  # fmt: skip
 
 
 # Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4 x 128 x 128, v4 and

@@ -162,10 +162,11 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
     if devices[0].platform != "tpu":
         slices = math.prod(n for a in AXES if (n := getattr(config.dcn, a)) > 0)
     shape = resolve_mesh(config, len(devices), slices)
-    return Mesh(_arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
+def arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
+    """Returns the devices at each position of a mesh, [sizes of the axes]."""
     sizes = tuple(shape.sizes.values())
     dcn = tuple(shape.dcn.values())
     if math.prod(dcn) == 1:

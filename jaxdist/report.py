@@ -4,13 +4,12 @@ Needs neither jax nor a network: it also runs on a laptop to which a workdir was
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from jaxdist import config
+from jaxdist.checkpoint.folder import write_whole
 from jaxdist.telemetry import html, summary
 
 
@@ -23,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
         target = Path(args.out) if args.out else _default_target(runs)
         _refuse_foreign(target)
-        _replace(target, html.render(runs))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, html.render(runs))
     except config.ConfigError as error:
         print(error, file=sys.stderr)
         return config.EXIT_CONFIG
@@ -34,15 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are configuration errors, as those of all commands."""
-
-    def error(self, message: str) -> NoReturn:
-        raise config.ConfigError(f"{message}; --help lists the flags")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = config.Parser(
         prog="jaxdist report",
         description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
     )
@@ -79,14 +72,6 @@ def _refuse_foreign(target: Path) -> None:
             raise config.ConfigError(
                 f"--out {target} exists and is no jaxdist report; give another name or remove it"
             )
-
-
-def _replace(target: Path, text: str) -> None:
-    """Writes the file whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jaxdist.pipeline.schedule import (
     microbatch_options,
     simulate,
 )
-from jaxdist.recipe import RunConfig, staging, text_batch
+from jaxdist.recipe import RunConfig, batch_shapes, staging, targets_per_sample
 from jaxdist.sharding import Rules, axes_in
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.training.state import ModelSpec
@@ -76,14 +76,14 @@ def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
 
 def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
     """Returns FLOPs per token of a layer, and of the embedding and head together."""
-    whole, batch = model_flops(run, spec)["causal"], text_batch(run, 1)
+    whole, batch = model_flops(run, spec)["causal"], batch_shapes(run, 1)
 
-    def edges(trainable, model_state, batch):
-        model = spec.assemble(trainable, model_state)
+    def edges(trainable, model_state, frozen, batch):
+        model = spec.assemble(trainable, model_state, frozen)
         return model.head(model.embed(batch), batch)
 
-    counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, batch))
-    outside = 3 * counted.total / run.batch.sequence_length
+    counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch))
+    outside = 3 * counted.total / targets_per_sample(run)
     return (whole - outside) / num_layers, outside
 
 

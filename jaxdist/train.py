@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -37,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         loop.run(config, folder, title=flags.config, full_devices=full)
     except loop.Interrupted as interrupted:
-        print(interrupted)
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            print(interrupted)
         return EXIT_PREEMPTED
     except LayoutError as error:
         raise ConfigError(error.faults) from error

@@ -17,19 +17,21 @@ from typing import Any, Literal
 import jax
 
 import jaxdist
+from jaxdist import adapters, hardware
 from jaxdist import config as configs
-from jaxdist import hardware
 from jaxdist.checkpoint.folder import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
+from jaxdist.optimizers import role_of
 from jaxdist.recipe import (
     RunConfig,
+    batch_shapes,
     from_config,
     harmless_on_resume,
     placements,
     run_fingerprint,
-    text_batch,
+    targets_per_sample,
 )
 from jaxdist.sharding import Rules
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
@@ -99,16 +101,27 @@ def held(folder: Path) -> Iterator[None]:
                 f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
             ) from None
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk: what matters is the lock
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); free the disk, or give another --workdir"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -125,7 +138,7 @@ def settle_config(folder: Path, run: RunConfig) -> None:
     new = configs.to_config_dict(run)
     goes_on = has_steps(checkpoints_folder(folder, run))
     if not goes_on and (folder / CONFIG).exists():  # its steps may lie where the config before had them
-        chosen = json.loads((folder / CONFIG).read_text())["checkpoint"]["folder"]
+        chosen = _stored_config(folder)["checkpoint"]["folder"]
         if chosen != run.checkpoint.folder and has_steps(_checkpoints(folder, chosen)):
             raise ConfigError(
                 f"checkpoint.folder: the run in {folder} has its checkpoints in "
@@ -160,12 +173,20 @@ def read_config(folder: Path) -> RunConfig:
     """Returns the config that a run was started with.
 
     Raises:
-      ConfigError: the folder holds no run.
+      ConfigError: the folder holds no run, or what is no config.
     """
+    return from_config(_tupled(_stored_config(folder)))
+
+
+def _stored_config(folder: Path) -> dict[str, Any]:
     try:
-        return from_config(_tupled(json.loads((folder / CONFIG).read_text())))
+        return json.loads((folder / CONFIG).read_text())
     except FileNotFoundError:
         raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{folder / CONFIG} is damaged ({error}); put it back, or delete it if --config is what it was"
+        ) from error
 
 
 def _tupled(value: Any) -> Any:
@@ -216,28 +237,43 @@ def describe_run(
 
 FORMULA_FIELDS = (
     "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "gated",
+    "layer_pattern", "window",
 )  # fmt: skip
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Returns model FLOPs per token (forward and backward) by both attention conventions.
+    """Returns model FLOPs per target (forward and backward) by both attention conventions.
 
-    A transformer's are by formula. Another model's are counted from its forward program, times
-    three; there both conventions are what the program does.
+    A transformer's are by formula; a frozen kernel has no gradient of its own, so it takes two thirds.
+    Another model's are counted from its forward program, times three; there both conventions are what
+    the program does, and all counts as trained.
     """
-    length = run.batch.sequence_length
+    length = targets_per_sample(run)
     if all(name in run.model for name in FORMULA_FIELDS):
         sizes = {name: run.model[name] for name in FORMULA_FIELDS}
         conventions: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+        less = _frozen_flops(run, spec)
         return {
-            kind: transformer_flops_per_token(**sizes, sequence_length=length, convention=kind)
+            kind: transformer_flops_per_token(**sizes, sequence_length=length, convention=kind) - less
             for kind in conventions
         }
-    batch = text_batch(run, 1)
+    batch = batch_shapes(run, 1)
     objective = build_objective(spec, compute=run.precision.compute, remat="none")
-    forward = jax.make_jaxpr(lambda t, m, b: objective(t, m, b, None)[0])
-    counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, batch)).total / length
+    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
+    counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, spec.frozen, batch)).total / length
     return {"causal": counted, "full": counted}
+
+
+def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
+    """Returns the FLOPs per token of gradients that frozen kernels don't have, less what adapters take."""
+    less = 0.0
+    for path, count in adapters.weights(spec.frozen, run.lora).items():
+        x, names = spec.named_frozen()[path]
+        kind = role_of(path.split("/"), x.shape, names).kind
+        tied = bool(run.model.get("tie_embeddings"))
+        scores = kind == "embedding" and names[:1] == ("vocab",) and tied
+        less += 2 * count * (kind in ("matrix", "head") or scores)
+    return less - 6 * spec.trainable_count * bool(run.lora.rank)
 
 
 def throughput(run: RunConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> Throughput:

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import yaml
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +28,7 @@ from jaxdist.training.state import ModelSpec, describe  # noqa: E402
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/goldens.py"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("[a-z]*.py"))
-SMALL = ("quickstart", "gpt2_124m")
+SMALL = ("quickstart", "gpt2_124m", "vit_digits")
 
 # Nothing here needs devices: a resolved mesh is only six numbers.
 SMALL_LAYOUTS = (
@@ -61,7 +64,13 @@ def texts() -> dict[str, str]:
     """Returns `{file below tests/golden: what it should hold}`."""
     layouts = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
     tables = {f"sharding/{n.replace(':', '_')}.txt": sharding_text(n, x) for n, x in layouts.items()}
-    return {"config_keys.txt": config_keys_text(), "rules_of_thumb.txt": rules_text(), **tables}
+    own = {"config_keys.txt": config_keys_text(), "rules_of_thumb.txt": rules_text()}
+    return own | {"jobset.json": jobset_text()} | tables
+
+
+def jobset_text() -> str:
+    """Returns deploy/jobset.yaml as Kubernetes takes it: no comments, no aliases, no YAML types."""
+    return json.dumps(yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text()), indent=1) + "\n"
 
 
 def rule(model: str, target: str, tokens: int | None = None) -> rules.Suggestion:
@@ -77,8 +86,6 @@ def rules_text() -> str:
             found = rule(model, target)
             lines += [f"{model} on {target}: {' '.join(found.overrides)}"]
             lines += [f"    {reason}" for reason in found.reasons]
-            strategy = rules.next_strategy(float(model[:-1]) * 1e9, targets.parse(target))
-            lines += [f"    ladder: {strategy}"]
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +128,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
 def main() -> None:
     """Writes the files, and removes those of configs that are gone."""
     wanted = texts()
-    for file in FOLDER.rglob("*.txt"):
+    for file in FOLDER.rglob("*.*"):
         if file.relative_to(FOLDER).as_posix() not in wanted:
             file.unlink()
     for name, text in wanted.items():

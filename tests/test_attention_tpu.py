@@ -17,13 +17,14 @@ import pytest
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
 LAYERS, B, S, H, K, N = 2, 4, 2048, 8, 2, 64
-# name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N)
+# name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N) and options of attention
 CASES = {
     "none": (4, 1, False, "none", {}),
     "full": (4, 1, False, "full", {}),
     "saved": (4, 1, False, "save:attention_residuals", {}),
     "packed_tensor": (1, 4, True, "save:attention_residuals", {}),
     "odd_sizes": (2, 2, True, "full", {"S": 1000, "N": 80}),
+    "gemma": (4, 1, False, "none", {"N": 256, "scale": 0.1, "softcap": 50.0, "window": 512}),
 }
 
 
@@ -41,7 +42,9 @@ def _compile(name: str) -> dict:
     from jaxdist.ops.attention import attention
 
     fsdp, tensor, packed, policy, changes = CASES[name]
-    size = {"S": S, "H": H, "K": K, "N": N} | changes
+    size = {"S": S, "H": H, "K": K, "N": N}
+    options = {name: value for name, value in changes.items() if name not in size}
+    size |= {name: value for name, value in changes.items() if name in size}
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     config = meshes.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)
     mesh = meshes.build_mesh(config, devices)
@@ -49,7 +52,7 @@ def _compile(name: str) -> dict:
 
     def loss(w, x, k, ids):
         def layer(x, w):
-            y = attention(x * w, k * w, k + w, segment_ids_BS=ids if packed else None)
+            y = attention(x * w, k * w, k + w, segment_ids_BS=ids if packed else None, **options)
             return sharding.shard(jnp.sin(x + y), "batch", "sequence", "heads", None), None
 
         with sharding.activate(mesh, rules):
@@ -121,6 +124,7 @@ def test_kernels_see_their_own_shards():
     assert results["packed_tensor"]["segmented"] and not results["saved"]["segmented"]
     assert results["packed_tensor"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     assert results["odd_sizes"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
+    assert results["gemma"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     assert all(row["gathers"] == 0 for row in results.values())
 
 

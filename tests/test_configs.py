@@ -11,7 +11,8 @@ import pytest
 from jaxdist import command_line, config, dry_run, recipe, train, workdir
 from jaxdist.config import ConfigError
 
-SIZED = [name for name in goldens.CONFIGS if name != "quickstart"]
+SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
+SIZED = [name for name in goldens.CONFIGS if name not in SMALL]
 
 # Meta's and HF's cards for Llama; 124 M + 47 x 768 rows of padding; MaxText's name for the 16B.
 PARAMETERS = {
@@ -48,7 +49,7 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
         assert not run.data.faults()
         devices = dry_run.missing_devices(run.mesh, {"JAX_PLATFORMS": "cpu"}) or 1
         recipe.validate(run, jax.devices()[:devices])
-    assert name == "quickstart" or any(f"{name}:tiny" in command for command in commands)
+    assert name in SMALL or any(f"{name}:tiny" in command for command in commands)
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -107,7 +108,7 @@ def test_goldens(name):
 
 
 def test_no_golden_is_left_over():
-    found = {file.relative_to(goldens.FOLDER).as_posix() for file in goldens.FOLDER.rglob("*.txt")}
+    found = {file.relative_to(goldens.FOLDER).as_posix() for file in goldens.FOLDER.rglob("*.*")}
     assert found == set(goldens.texts())
 
 

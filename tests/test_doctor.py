@@ -1,11 +1,13 @@
 """The doctor: says what is here on a bare CPU, and what does not belong together."""
 
 import json
+from importlib import metadata
 
 import jax
 import pytest
 
 from jaxdist import doctor, extras, hardware
+from jaxdist.planner import compiler
 
 TOGETHER = {
     "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": None,
@@ -63,8 +65,8 @@ def test_flags_of_the_user_stay():
 )
 def test_versions_that_do_not_belong_together(change, cure, monkeypatch):
     tested = ["libtpu==0.0.42.* ; extra == 'tpu'"]
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: tested)
-    faults = doctor.version_faults(TOGETHER | change)
+    monkeypatch.setattr(metadata, "requires", lambda _: tested)
+    faults = compiler.version_faults(TOGETHER | change)
     assert len(faults) == (cure is not None) and (cure is None or cure in faults[0])
 
 
@@ -77,11 +79,11 @@ def test_versions_that_do_not_belong_together(change, cure, monkeypatch):
     ],
 )
 def test_the_libtpu_that_jax_asks_for(line, version):
-    assert doctor.required_libtpu([line]) == version
+    assert compiler.required_libtpu([line]) == version
 
 
 def test_this_jax_s_own_requirement_is_understood():
-    assert doctor.required_libtpu(doctor.metadata.requires("jax")) is not None
+    assert compiler.required_libtpu(metadata.requires("jax")) is not None
 
 
 def test_chips_are_told_with_their_source():

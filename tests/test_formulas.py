@@ -48,9 +48,11 @@ def test_zero_shards_more_with_each_stage():
 
 
 def test_what_fits():
-    assert formulas.largest_model(80 * GB, BF16) / 1e9 == pytest.approx(6.7, abs=0.1)  # "6 to 7 billion"
-    assert formulas.largest_model(24 * GB, FP32) == 1.5e9
-    assert 20e9 < formulas.largest_model(40 * GB, FP32, shards=8) * 1.01  # "20 billion on a node of A100"
+    most = 80 * GB / formulas.state_bytes(1, BF16)
+    assert most / 1e9 == pytest.approx(6.7, abs=0.1)  # "6 to 7 billion"
+    assert 24 * GB / formulas.state_bytes(1, FP32) == 1.5e9
+    node = 40 * GB / formulas.state_bytes(1, FP32, shards=8)
+    assert 20e9 < node * 1.01  # "20 billion on a node of A100"
     assert 70e9 * formulas.BYTES["float16"] == 140 * GB and formulas.BYTES["int4"] == 0.5
 
 
@@ -143,13 +145,6 @@ def test_tensor_stays_in_the_node_and_stages_keep_four_layers():
 def test_devices_needed():
     found = [rules.devices_needed(n * 1e9, 80e9) for n in (7, 13, 70, 405)]
     assert found == [2, 2, 11, 61]  # the texts: 1 to 2, 2 to 4, 8 to 16 (11 or more), 64 or more
-
-
-def test_the_ladder_climbs_in_order():
-    names = [name for name, _, _ in rules.LADDER]
-    h100 = targets.parse("h100:8x8")
-    climbed = [rules.next_strategy(billions * 1e9, h100) for billions in (1, 3.5, 8, 20, 70, 1000)]
-    assert climbed[:5] == names and "more devices" in climbed[5]
 
 
 def test_on_a_torus_tokens_decide():

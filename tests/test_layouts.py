@@ -91,7 +91,7 @@ BLOCKS = {
     "attention": (Attention, WIDE, 0),
     "gqa": (Attention, replace(WIDE, num_kv_heads=4), 0),
     # Two scales of head_dim elements are shared by all heads: their gradients are sums over tensor.
-    "qk_norm": (Attention, replace(WIDE, num_kv_heads=4, qk_norm=True), 2 * WIDE.head_dim),
+    "qk_norm": (Attention, replace(WIDE, num_kv_heads=4, qk_norm="head"), 2 * WIDE.head_dim),
     "biases": (FeedForward, replace(WIDE, gated=False, bias="all"), 0),
 }
 

@@ -29,6 +29,8 @@ from jaxdist.training.step import StepConfig, TrainStep, build_train_step
 # Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal weights.
 MODEL = replace(TINY, num_layers=8, num_kv_heads=2, z_loss=1e-4)
 SEVEN = replace(MODEL, num_layers=7)
+# A place holds whole patterns: of two stages the last has one layer of padding.
+LOCAL = replace(SEVEN, layer_pattern=("local", "global"), window=5, rope_theta_local=100.0)
 # With weights that large (0.2), bfloat16 noise grows tenfold on its way through eight layers.
 CALM = replace(MODEL, init_std=0.05)
 TIED = {"tie_embeddings": True}
@@ -67,7 +69,8 @@ class Case(NamedTuple):
 
     @property
     def staging(self) -> Staging | None:
-        return Staging(self.config, self.model.num_layers, self.stages) if self.stages > 1 else None
+        period = len(self.model.layer_pattern)
+        return Staging(self.config, self.model.num_layers, self.stages, period) if self.stages > 1 else None
 
 
 class Result(NamedTuple):
@@ -192,6 +195,7 @@ FEW = {
     "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
     "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
     "accumulation": Case(2, 2, accumulation=2),
+    "local and global": Case(2, 4, model=LOCAL),
     "last edges": Case(2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)),
 }
 
@@ -209,6 +213,8 @@ MANY = {
     "zero 3": Case(4, 4, fsdp=2, zero=3),
     "seven layers": Case(4, 8, model=SEVEN),
     "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
+    "local and global, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL),
+    "local and global, from stage inputs": Case(2, 4, 2, "interleaved", remat="none", model=LOCAL),
     "tied": Case(4, 4, model=replace(MODEL, **TIED)),
     # Without biases: that of keys has no gradient but noise, where positions are learned.
     "learned positions": Case(4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH)),

@@ -106,6 +106,10 @@ CASES = {
         ["pipeline.microbatches is 2", "groups of 4", "set it to 4"],
     ),
     "stages": (["model.num_layers=3"], ["mesh.pipeline=4", "3 layers", "lower one of them"]),
+    "patterns": (
+        ["mesh.pipeline=8", "model.num_layers=12", "model.layer_pattern=local,global", "model.window=8"],
+        ["= 8 places for 12 layers whose pattern repeats every 2", "here 2 layers", "lower one of them"],
+    ),
     "chunks": (
         ["pipeline.chunks=2"], ["pipeline.chunks is 2 and 1f1b has one chunk", "schedule=interleaved"]
     ),

@@ -21,9 +21,9 @@ from jaxdist.planner.plan import make_plan, outline
 
 needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
 TINY = {
-    "model.num_layers": "2", "model.d_model": "256", "model.d_ff": "512", "model.num_heads": "2",
-    "model.num_kv_heads": "1", "model.head_dim": "128", "model.vocab_size": "2048", "mesh.data": "1",
-    "mesh.fsdp": "-1", "optimizer.name": "adamw", "batch.sequence_length": "256",
+    "model.num_layers": "2", "model.d_model": "256", "model.d_ff": "256", "model.num_heads": "1",
+    "model.num_kv_heads": "1", "model.head_dim": "128", "model.vocab_size": "512", "mesh.data": "1",
+    "mesh.fsdp": "-1", "optimizer.name": "adamw", "batch.sequence_length": "128",
     "precision.compute": "bfloat16",
 }  # fmt: skip
 SMALLEST = TINY | {"model.num_layers": "1", "model.d_model": "32", "model.d_ff": "32"}
@@ -58,7 +58,7 @@ def tpu_plan(cache):
 def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     assert tpu_plan.fits is True and tpu_plan.exit_code == 0, tpu_plan.exit_reason
     found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
-    batch = sum(x.size * x.dtype.itemsize for x in recipe.text_batch(tpu_plan.run, 16).values()) / devices
+    batch = sum(x.size * x.dtype.itemsize for x in recipe.batch_shapes(tpu_plan.run, 16).values()) / devices
     state = 12 * tpu_plan.parameters / devices
     assert found.argument_bytes == pytest.approx(state + batch, rel=0.01)
     assert found.alias_bytes == pytest.approx(state, rel=0.01)  # the whole state is donated
@@ -168,9 +168,8 @@ def test_flags_are_those_of_train_and_the_users_win():
     plain = compiler_flags("tpu", CompileOptions(), {})
     assert plain[name] is True and plain[compiler.WINDOWED_EINSUM] == "1000000"
     own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
-    mine = compiler_flags("tpu", CompileOptions(flags=(("x", 1),), windowed_einsum=True), own)
+    mine = compiler_flags("tpu", CompileOptions(flags=(("x", 1),)), own)
     assert mine[name] is False and mine["xla_tpu_scoped_vmem_limit_kib"] == "98304" and mine["x"] == 1
-    assert compiler.WINDOWED_EINSUM not in mine
     gpu = compiler_flags("gpu", CompileOptions(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     assert gpu == {"xla_gpu_enable_latency_hiding_scheduler": True}
 

@@ -149,11 +149,6 @@ def test_a_pipelines_slots_do_not_grow_with_microbatches():
     assert slots("gpipe", 32) > 2 * slots("gpipe", 8)
 
 
-def test_what_it_says_has_a_meaning():
-    for changes in ({"mesh.fsdp": 8}, {"mesh.fsdp": 4, "mesh.pipeline": 2}):
-        assert all(name in memory.MEANING or name.startswith("saved: ") for name in small(**changes))
-
-
 # Compilers' own peaks in bytes (peak_memory_in_bytes): jax 0.10.2 with libtpu 0.0.42.1, or with its CUDA
 # plugin, no device at hand, 2026-11-20. To measure again: python -m jaxdist.plan --config NAME --on TARGET.
 PEAKS = [

@@ -28,11 +28,11 @@ def faults_of(*arguments: str) -> tuple[str, ...]:
 def test_values_after_an_equals_sign_or_a_space():
     run = parse(
         "--config=quickstart", "--config.seed", "7", "--config.mesh.data", "-1",
-        "--config.model.qk_norm=no", "--config.model.gated", "true",
+        "--config.model.tie_embeddings=no", "--config.model.gated", "true",
         "--config.optimizer.decay_steps=none", "--config.data.path=a=b,c",
     )  # fmt: skip
     assert (run.seed, run.mesh.data, run.optimizer.decay_steps) == (7, -1, None)
-    assert run.model["qk_norm"] is False and run.model["gated"] is True
+    assert run.model["tie_embeddings"] is False and run.model["gated"] is True
     assert run.data.path == "a=b,c"
 
 
@@ -159,7 +159,7 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
         length = run.batch.sequence_length
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
-        assert {n: (x.shape, x.dtype) for n, x in recipe.text_batch(run, 4).items()} == real
+        assert {n: (x.shape, x.dtype) for n, x in recipe.batch_shapes(run, 4).items()} == real
 
 
 def test_the_default_config_is_a_run():

@@ -89,8 +89,8 @@ def every_loss(workdir: Path) -> dict[int, set[float]]:
     return found
 
 
-def final_arrays(workdir: Path) -> dict[str, np.ndarray]:
-    folder, step = workdir / "checkpoints", TINY["train.steps"]
+def final_arrays(workdir: Path, step: int = TINY["train.steps"]) -> dict[str, np.ndarray]:
+    folder = workdir / "checkpoints"
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {
         name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=here)

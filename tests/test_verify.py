@@ -59,7 +59,7 @@ def test_shrinking_keeps_the_variants():
         "batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"
     }  # fmt: skip
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
-    assert small.model["qk_norm"] and small.model["dropout"] == 0.1
+    assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
     assert any("num_layers 4 -> 2" in line for line in lines)
 
 
@@ -243,7 +243,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     [
         (["--devices", "1"], "--devices 1: must be >= 2"),
         (["--only", "nonsense"], "layouts here: data 8; fsdp 8"),
-        (["--config.optimizer.learning_rate=-1"], "optimizer.learning_rate"),
+        (["--devices", "2", "--config.optimizer.learning_rate=-1"], "optimizer.learning_rate"),
         (
             [f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"],
             "cannot be shrunk",
@@ -271,7 +271,7 @@ GPT2 = {
     "model.activation": "gelu",
     "model.gated": False,
     "model.bias": "all",
-    "model.qk_norm": False,
+    "model.qk_norm": "none",
     "model.tie_embeddings": True,
     "model.dropout": 0.1,
 }
@@ -279,7 +279,7 @@ QWEN2 = {
     "optimizer.name": "adamw",
     "optimizer.learning_rate": 6e-4,
     "model.bias": "qkv",
-    "model.qk_norm": False,
+    "model.qk_norm": "none",
     "model.tie_embeddings": True,
     "model.z_loss": 1e-4,
     "data.packing": "documents",

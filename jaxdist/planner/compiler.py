@@ -18,7 +18,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,10 @@ GIB = 2**30
 # Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated without it.
 WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
+PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
+    "numpy",
+)  # fmt: skip
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
 _LOG_LINES, _TAIL_LINES = 300, 15
@@ -65,7 +67,6 @@ class CompileOptions:
     """How to compile, and what the child may take."""
 
     flags: tuple[tuple[str, Any], ...] = ()  # compiler options over those that train sets
-    windowed_einsum: bool = False  # True: as the compiler likes; its cycles mean nothing then
     timeout_s: float = 1800
     memory_bytes: int = 3 * GIB  # resident memory of the child
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
@@ -80,10 +81,7 @@ class Compiled:
     alias_bytes: int  # arguments given back as results: the donated state
     temp_bytes: int
     peak_bytes: int
-    generated_code_bytes: int
     host_argument_bytes: int
-    host_output_bytes: int
-    host_alias_bytes: int
     host_temp_bytes: int
     hlo: str  # the scheduled program; "" where this pair of versions cannot print it
     mesh_ids: tuple[int, ...]  # [g] = device id of member g of the program's replica groups
@@ -171,7 +169,7 @@ def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str,
             name, _, value = word.lstrip("-").partition("=")
             if platform == "tpu" or name.startswith("xla_gpu"):
                 flags[name] = {"true": True, "": True, "false": False}.get(value, value)
-    if platform == "tpu" and not options.windowed_einsum:
+    if platform == "tpu":
         flags[WINDOWED_EINSUM] = "1000000"
     return flags | dict(options.flags)
 
@@ -179,7 +177,7 @@ def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str,
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that make a program."""
     found = {}
-    for package in _PACKAGES:
+    for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -198,16 +196,45 @@ def check_versions(platform: str) -> Iterator[str]:
     found = [name for name in wanted if find_spec(name)]
     if wanted and not found:
         extras.require(wanted[0])
-    for package in (name.replace("_", "-") for name in found):
-        version, jax_version = importlib.metadata.version(package), importlib.metadata.version("jax")
-        for line in importlib.metadata.requires("jax") or ():  # libtpu==0.0.42.*; extra == "tpu"
-            pin = re.match(rf"{package}(?:\[[^]]*\])?(?:.*<=|==)([\d.*]+)", line)
-            if pin and not fnmatch(version, pin[1]):
-                yield (
-                    f"{package} {version} beside jax {jax_version}, which belongs with {pin[1]}: the program "
-                    f"may not be printable; pip install '{package}=={pin[1]}'"
-                )
-                break
+    here, names = versions(), [name.replace("_", "-") for name in found]
+    for fault in version_faults({package: here.get(package) for package in PACKAGES}):
+        if fault.partition(" ")[0] in names:
+            yield f"{fault}; until then the program may not be printable"
+
+
+def version_faults(versions: Mapping[str, str | None]) -> list[str]:
+    """Returns which packages do not belong together, each with its cure.
+
+    jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin must have
+    jaxlib's number, and jax's metadata says which libtpu it was tested with.
+    """
+    jax_version, jaxlib = versions["jax"], versions["jaxlib"]
+    faults = []
+    if _numbers(jaxlib) != _numbers(jax_version):
+        faults.append(f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}")
+    for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        if (found := versions[plugin]) and _numbers(found) != _numbers(jaxlib):
+            faults.append(f"{plugin} {found} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
+    wanted, libtpu = required_libtpu(importlib.metadata.requires("jax") or []), versions["libtpu"]
+    if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
+        faults.append(
+            f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
+            f'pip install "jax[tpu]=={jax_version}"'
+        )
+    return faults
+
+
+def _numbers(version: str | None) -> list[str]:
+    """Returns the first three numbers of a version."""
+    return re.findall(r"\d+", version or "")[:3]
+
+
+def required_libtpu(requirements: list[str]) -> str | None:
+    """Returns the libtpu version (or its beginning) that jax's extra `tpu` asks for."""
+    for line in requirements:
+        if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)", line):
+            return match[1]
+    return None
 
 
 def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:

@@ -59,11 +59,6 @@ def state_bytes(num_parameters: float, policy: Policy, *, shards: int = 1, zero:
     return num_parameters * (weights + gradients + optimizer)
 
 
-def largest_model(memory_bytes: float, policy: Policy, *, shards: int = 1) -> float:
-    """Returns the parameters whose fully sharded state fills the memory, with no room for activations."""
-    return memory_bytes * shards / policy.total
-
-
 def residual_bytes(
     batch: float, sequence: int, d_model: int, num_layers: int, dtype: str = "bfloat16"
 ) -> float:

@@ -191,17 +191,17 @@ def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
 
 def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
     """Returns the candidate with its peak by `memory`: milliseconds, once a block's shapes are traced."""
-    found = memory.components(one.run, spec, _rules(one.run, one.shape), target)
+    found = memory.components(one.run, spec, _rules(one.run, one.shape, spec), target)
     return replace(one, accounted_bytes=memory.accounted_peak(found))
 
 
-def _rules(run: RunConfig, shape: MeshShape) -> Rules:
-    return build_rules(run.mesh, shape, vocab_over_stages=run.pipeline.edges == "sharded")
+def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
+    return build_rules(run.mesh, shape, vocab_over_stages=recipe.shares_vocabulary(run, spec))
 
 
 def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
     """Returns the bytes of optimizer state per parameter."""
-    found = memory.moments(run, spec, _rules(run, shape), target)["update"].get("optimizer state", 0)
+    found = memory.moments(run, spec, _rules(run, shape, spec), target)["update"].get("optimizer state", 0)
     return (
         found * shape.sizes["fsdp"] * shape.sizes["tensor"] * shape.sizes["pipeline"] / spec.parameter_count
     )
@@ -229,7 +229,7 @@ class _Model:
             self.made[_MADE_BY.get(name, name) if path.startswith("blocks/") else ""] += math.prod(x.shape)
         self.parameters = self.made.total()
         self.in_blocks = max(self.parameters - self.made.pop("", 0), 1)
-        self.tokens = run.batch.global_size * run.batch.sequence_length
+        self.tokens = run.batch.global_size * recipe.targets_per_sample(run)
         flops = model_flops(run, spec)
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
         self.products = flops["causal"] * self.tokens - 3 * self.attention

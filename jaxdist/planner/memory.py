@@ -26,28 +26,13 @@ from jaxdist.models.staged import Context, shared_fields
 from jaxdist.planner.targets import Target
 from jaxdist.recipe import RunConfig
 from jaxdist.sharding import Rules, axes_in
-from jaxdist.training.state import ModelSpec
+from jaxdist.training.moments import state_specs
+from jaxdist.training.state import ModelSpec, stored_dtype
 
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
 SHORT = 64  # tokens of a trace: one block of the reference attention
 LANES = 128  # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all of them
-
-MEANING = {
-    "parameters": "as stored; mesh.fsdp and mesh.tensor share them out (mesh.zero=3)",
-    "optimizer state": "as mesh.zero >= 1 shares it out",
-    "moving average": "train.ema_decay, float32",
-    "model state": "of the model, not trained",
-    "batch": "this device's rows",
-    "gradients": "float32, as mesh.zero >= 2 shares them out; twice with batch.accumulation > 1",
-    "unreduced gradients": "float32, not yet summed over devices: the head's until the layers are done",
-    "weights as computed": "the layers' shards in the compute dtype, cast once a step",
-    "gathered weights": "of one layer, or of the head, from all shards",
-    "logits": "model.loss_chunk tokens of them, and their gradient",
-    "working set": "one layer's forward values that remat computes again, and two gradients",
-    "pipeline slots": "inputs of live microbatches, as pipeline.schedule needs them",
-    HOST: "activations that remat.policy offloads",
-}  # what `saved: NAME` is: NAME of all layers, as remat.policy says
 
 
 def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device) -> Components:
@@ -82,7 +67,7 @@ class _Step:
         self.run, self.rules, self.platform = run, rules, platform
         self.cut = recipe.staging(run, spec, rules.shape)
         self.spec = self.cut.staged_spec(spec) if self.cut else spec
-        self.parameters = self.spec.named_parameters()
+        self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
         self.stored = jnp.dtype(run.precision.params).itemsize
         parts = run.batch.accumulation * recipe.num_microbatches(run, rules.shape)
@@ -90,7 +75,7 @@ class _Step:
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
         self.block = trace_block(run, spec, rules, inner, platform)
-        self.tokens = sequences * (run.batch.sequence_length // rules.shape.sizes["context"])
+        self.tokens = sequences * _sample_tokens(run, rules)
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
         self.x_kept = self.x // (rules.shape.sizes["tensor"] if rules.sequence_parallel else 1)
@@ -161,7 +146,7 @@ class _Step:
             depth = self.cut.dims[2] if self.policy == "layers" else 1
             slots = (program.num_inputs + 1) * depth + program.num_gradients + 1
             return {"pipeline slots": slots * self.x_kept}
-        depth = jax.tree.leaves(self.spec.trainable["blocks"])[0].shape[0] if self.block.kept else 0
+        depth = self.spec.depth if self.block.kept else 0
         offloaded = remat.named_in(self.policy)["offload"]
         found: Components = {}
         for name, size in self.block.kept:
@@ -181,12 +166,17 @@ class _Step:
         transform = optimizers.build_optimizer(run.optimizer, lambda _: jnp.float32(1), tree, self.spec.names)
         moments = jax.eval_shape(transform.init, stored)
         rows = [self.rules.state(names, x.shape) for x, names in self.parameters.values()]
-        specs = optimizers.state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
+        specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         pairs = zip(jax.tree.leaves(moments), places, strict=True)
-        batch = recipe.text_batch(run, run.batch.global_size)
+        batch = recipe.batch_shapes(run, run.batch.global_size)
+        frozen = sum(
+            stored_dtype(x, run.precision.params).itemsize
+            * self._elements(x.shape, self.rules.stored(names, x.shape))
+            for x, names in self.spec.named_frozen().values()
+        )
         return {
-            "parameters": self._sum(self.rules.stored, self.stored),
+            "parameters": self._sum(self.rules.stored, self.stored) + frozen,
             "optimizer state": sum(self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs),
             "moving average": self._sum(self.rules.state, 4) if run.train.ema_decay else 0,
             "model state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.spec.model_state)),
@@ -206,7 +196,8 @@ class _Step:
 
     def _head(self, *, vocabulary: bool = False) -> int:
         """Returns the elements of the output head, gathered from fsdp; or of its vocabulary alone."""
-        tables = [(x.shape, names) for x, names in self.parameters.values() if "vocab" in names]
+        named = self.spec.named_parameters().values()
+        tables = [(x.shape, names) for x, names in named if "vocab" in names]
         if not tables:
             return 0
         dims, names = tables[-1]  # with tied embeddings there is one
@@ -216,6 +207,11 @@ class _Step:
     def _gathered_once(self) -> int:
         once = self.cut is not None and self.cut.config.gather_once
         return self._sum(self.rules.computed, self.compute, "blocks") if once else 0
+
+
+def _sample_tokens(run: RunConfig, rules: Rules) -> int:
+    """Returns a sample's tokens on a device; samples that are no text are counted whole."""
+    return run.batch.sequence_length // rules.shape.sizes["context"] if run.data.is_text else 1
 
 
 def _local(dims: Sequence[int], where: P, rules: Rules) -> tuple[int, ...]:
@@ -246,12 +242,12 @@ _traced: dict[str, Block] = {}
 
 def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str) -> Block:
     """Returns one block as a device computes it; zeros for a model without blocks. Kept by content."""
-    if "blocks" not in spec.trainable or not hasattr(run.model_class, "embed"):
+    if not spec.staged:
         return Block()
-    sizes, length = rules.shape.sizes, run.batch.sequence_length // rules.shape.sizes["context"]
+    sizes, length = rules.shape.sizes, _sample_tokens(run, rules)
     length = length if length % SHORT else SHORT  # all of it grows with the tokens
     known = (sorted(run.model.items()), sizes["tensor"], sizes["expert"], length, policy, platform)
-    key = repr((*known, run.precision.compute, run.data.packing))
+    key = repr((*known, run.precision.compute, run.data.packing, run.data.path))
     if key not in _traced:
         _traced[key] = _trace(run, spec, rules, length, policy, platform)
     return _traced[key]
@@ -265,8 +261,9 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
         forward, residuals = _jaxprs(run, spec, local, length, policy)
     except (TypeError, ValueError):  # the block reads sizes elsewhere than off its weights
         forward, residuals = _jaxprs(run, spec, whole, length, policy)
-    x, lanes = forward.invars[len(named)], LANES if platform == "tpu" else 1
-    kept = list(_kept(residuals, len(named), lanes))
+    count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
+    x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
+    kept = list(_kept(residuals, count, lanes))
     if platform == "gpu" and policy != "none":  # cuDNN's residuals have no names
         kept = [(name, size) for name, size in kept if name != "attention_residuals"]
     needed = _needed(forward, x, lanes)
@@ -284,15 +281,19 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
     """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp keeps."""
-    leaves = [jax.ShapeDtypeStruct((1, *d), jnp.float32) for d in dims]
-    blocks = jax.tree.unflatten(jax.tree.structure(spec.trainable["blocks"]), leaves)
-    model = spec.assemble(spec.trainable | {"blocks": blocks}, spec.model_state)
+    trees = spec.trainable, spec.frozen
+    blocks = [tree.get("blocks", {}) for tree in trees]
+    dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
+    leaves = [jax.ShapeDtypeStruct((1, *d), dtype) for d, dtype in zip(dims, dtypes, strict=True)]
+    cut = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
+    trainable, frozen = (tree | {"blocks": part} for tree, part in zip(trees, cut, strict=True))
+    model = spec.assemble(trainable, spec.model_state, frozen)
     graph, stacked = nnx.split(model.blocks)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = {
-        name: jax.ShapeDtypeStruct((1, *(length for _ in x.shape[1:])), x.dtype)
-        for name, x in recipe.text_batch(run, 1).items()
-    }
+    batch = recipe.batch_shapes(run, 1)
+    if run.data.is_text:
+        sizes = {name: (1, *(length for _ in x.shape[1:])) for name, x in batch.items()}
+        batch = {name: jax.ShapeDtypeStruct(sizes[name], x.dtype) for name, x in batch.items()}
 
     def block(parameters, x, fields):
         key = jax.random.key(0) if run.model.get("dropout") else None

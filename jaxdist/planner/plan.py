@@ -157,7 +157,7 @@ def outline(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
     plan = Plan(
         run, target, shape, spec.parameter_count, memory.components(run, spec, rules, target),
         capacity(target), stages.describe(run, spec, rules).get("pipeline", {}),
-        run.train.steps * run.batch.global_size * run.batch.sequence_length,
+        run.train.steps * run.batch.global_size * recipe.targets_per_sample(run),
     )  # fmt: skip
     return plan, rules, spec
 
@@ -220,7 +220,7 @@ def _with_compiled(plan: Plan, compiled: Compiled, rules: Rules, spec: ModelSpec
 
 def _batch_bytes(plan: Plan) -> int:
     """Returns the bytes of a device's part of the batch, which is not given back."""
-    batch = recipe.text_batch(plan.run, plan.run.batch.global_size)
+    batch = recipe.batch_shapes(plan.run, plan.run.batch.global_size)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return whole // plan.shape.batch_shards
 

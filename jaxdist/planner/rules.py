@@ -25,13 +25,6 @@ TABLE: tuple[tuple[float, int, int, str], ...] = (
 )
 FOR_STATE = 0.6  # of a device's memory that state may take: activations and workspace need the rest
 MIN_LAYERS = 4  # of a stage: fewer leave nothing to balance
-LADDER = (  # what to reach for next when it does not fit, each with the policy and ZeRO stage it means
-    ("data parallelism in float32", "float32", 0),
-    ("+ bfloat16 and rematerialisation", "bfloat16", 0),
-    ("+ ZeRO 1", "bfloat16", 1),
-    ("+ ZeRO 2", "bfloat16", 2),
-    ("+ ZeRO 3", "bfloat16", 3),
-)
 
 
 @dataclass(frozen=True)
@@ -57,18 +50,6 @@ class Suggestion:
 def devices_needed(num_parameters: float, memory_bytes: float) -> int:
     """Returns the fewest devices that hold bfloat16 weights and gradients with Adam, 12 bytes a parameter."""
     return math.ceil(formulas.state_bytes(num_parameters, formulas.POLICIES["bfloat16"]) / memory_bytes)
-
-
-def next_strategy(num_parameters: float, target: Target) -> str:
-    """Returns the first rung of the ladder on which one device's state fits.
-
-    Above it come tensor and then pipeline parallelism: not for state, which ZeRO 3 has already divided by all
-    devices, but for activations, and for layers too large to gather.
-    """
-    for name, policy, zero in LADDER:
-        if _fits(num_parameters, target, policy, target.num_devices, zero):
-            return name
-    return "+ tensor inside NVLink, + pipeline across nodes, or more devices"
 
 
 def rule_of_thumb(

@@ -5,7 +5,6 @@ Arithmetic orders the layouts and rules out what cannot fit; what is called the 
 
 from __future__ import annotations
 
-import io
 import math
 import resource
 import time
@@ -16,13 +15,14 @@ from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from jaxdist import recipe
 from jaxdist.planner import layouts, rules
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
+from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.recipe import RunConfig
 from jaxdist.telemetry.units import time_text
@@ -136,12 +136,6 @@ class Ranking:
             "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
         }  # fmt: skip
 
-    def text(self, base: str = "--config NAME", width: int = 140) -> str:
-        """Returns the ranking as a person reads it, without colour."""
-        console = Console(file=io.StringIO(), width=width, color_system=None)
-        show(self.to_json(), console, base)
-        return console.file.getvalue()  # type: ignore[attr-defined]
-
 
 def search(
     run: RunConfig,
@@ -169,7 +163,7 @@ def search(
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
     hunt = _Hunt(target, options or CompileOptions(), began + 60 * minutes, say)
     stopped = hunt.compile_best(fitting, finalists)
-    tokens = run.batch.global_size * run.batch.sequence_length / target.num_devices
+    tokens = run.batch.global_size * recipe.targets_per_sample(run) / target.num_devices
     depth = max(layouts.depth_of(spec), rules.MIN_LAYERS)
     rule = rules.rule_of_thumb(spec.parameter_count, target, depth, tokens)
     ruled = [one for one in fitting if _as_rule(one, rule)]
@@ -327,9 +321,7 @@ def _compared(rule: rules.Suggestion, found, fitting, ranked: Sequence[Compiled]
 
 def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
     """Prints a ranking's JSON; `base` is what was searched: the config and its overrides."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why"):
-        table.add_column(name.lstrip(">"), justify="right" if name[:1] == ">" else "left")
+    table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
     for place, row in enumerate([*found["ranking"], *found["not_compiled"][:5]], 1):
         compiled, guess = "fits" in row, row["arithmetic"]
         table.add_row(

@@ -61,7 +61,7 @@ def _section(title: str, parts: Iterable[RenderableType]) -> Iterator[Renderable
         yield Padding(part, (0, 0, 0, 2))
 
 
-def _table(*columns: str, headed: bool = True) -> Table:
+def new_table(*columns: str, headed: bool = True) -> Table:
     """Returns an empty table; a column that starts with ">" has its text at the right."""
     table = Table(box=None, show_header=headed, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
@@ -81,7 +81,7 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     yield Text(_machines(hardware))
     left = hardware["num_devices"]
     used = [(axis, size) for axis, size in layout["mesh"].items() if size > 1]
-    tree = _table("", ">", "", headed=False)
+    tree = new_table("", ">", "", headed=False)
     for depth, (axis, size) in enumerate(used):
         left //= size
         link = layout["links"][axis]
@@ -117,12 +117,12 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
     """Yields our accounting with bars, then the compiler's numbers beside its sum."""
     components, capacity = memory["components"], memory["capacity_bytes"]
     summed = memory["accounted_bytes"]
-    table = _table("by arithmetic, before compiling", ">GiB", ">share", "")
+    table = new_table("by arithmetic, before compiling", ">GiB", ">share", "")
     for name, size in components.items():
         table.add_row(name, _gib(size), percent_text(size / max(summed, 1)), _bar(size / max(summed, 1)))
     table.add_row("together", _gib(summed), "", "")
     yield table
-    found = _table("by the compiler", ">GiB", "")
+    found = new_table("by the compiler", ">GiB", "")
     if memory["peak_bytes"] is not None:
         off = summed / memory["peak_bytes"] - 1
         found.add_row("peak", _gib(memory["peak_bytes"]), f"our sum is {off:+.1%}")
@@ -156,7 +156,7 @@ def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
         way = _WAYS[one["asynchronous"]]
         alike.setdefault((one["what"], one["kind"], one["axis"], one["link"], way), []).append(one)
     rows = sorted(alike.items(), key=lambda item: -_seconds(item[1]))
-    table = _table("what", "kind", "axis", "link", ">times", ">MB each", ">in the open", "")
+    table = new_table("what", "kind", "axis", "link", ">times", ">MB each", ">in the open", "")
     for (what, kind, axis, link, way), ones in rows[:_MOST_ROWS]:
         count = sum(one["count"] for one in ones)
         each = sum(one["bytes"] * one["count"] for one in ones) / max(count, 1) / 1e6
@@ -193,7 +193,7 @@ def _time(plan: Json) -> Iterator[RenderableType]:
         return
     low, high = time["band_s"]
     yield Text(f"{time_text(time['step_s'])}, between {time_text(low)} and {time_text(high)}")
-    table = _table("", ">", ">", "", headed=False)
+    table = new_table("", ">", ">", "", headed=False)
     for name, seconds in time["waterfall"].items():
         if share := seconds / time["step_s"]:
             table.add_row(name, time_text(seconds), percent_text(share), _bar(share))
@@ -226,7 +226,7 @@ def _cost(cost: Json) -> Iterator[RenderableType]:
 
 
 def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
-    table = _table("set", ">saves GiB", "then", "at the cost of")
+    table = new_table("set", ">saves GiB", "then", "at the cost of")
     for edit in edits:
         words = " ".join(f"--config.{word}" for word in edit["override"].split())
         table.add_row(

@@ -2,37 +2,33 @@
 
 A TPU target is family:chips along each ICI dim, and one number more for several slices; a GPU target is
 family:hosts x GPUs of each. Slices come from the table of `hardware`, because the compiler also makes ones
-that do not exist. Importing and parsing need no jax; `devices` belongs in a child process.
+that do not exist. `devices` belongs in a child process.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
 import importlib.util
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import topologies
 
-from jaxdist import extras, hardware
-from jaxdist.config import ConfigError
-from jaxdist.planner import placement
+from jaxdist import extras, hardware, mesh
+from jaxdist.config import ConfigError, suggest
+from jaxdist.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
-
-if TYPE_CHECKING:
-    import jax
-
-    from jaxdist.mesh import MeshShape
 
 _ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
 
-# Seconds until a message's first byte. ICI: per hop, "How to Scale Your Model"; NVLink, PCIe, InfiniBand: a
-# step of NCCL's ring (tuning.cc, Simple protocol); for DCN nothing is published and InfiniBand's stands in.
-_LATENCY_S = {"ICI": 1e-6, "NVLink": 3.4e-6, "PCIe": 5.7e-6, "InfiniBand": 14e-6, "DCN": 14e-6}
 _DIE_TO_DIE = 6  # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation, TPU7x
+_SLICE_ID = 100_000  # with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
 
 
 @dataclass(frozen=True)
@@ -41,10 +37,9 @@ class Link:
 
     name: str  # ICI, DCN, NVLink, InfiniBand, PCIe; memory: one device, or a CPU
     bytes_per_s: float  # that each device can send while all members do; inf: not modelled
-    latency_s: float
 
 
-_FREE = Link("memory", math.inf, 0.0)
+_FREE = Link("memory", math.inf)
 
 
 @dataclass(frozen=True)
@@ -71,15 +66,21 @@ class Target:
 
     def arrange(self, mesh_shape: MeshShape) -> np.ndarray:
         """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like `build_mesh`."""
-        sizes, dcn = (tuple(part.values()) for part in (mesh_shape.sizes, mesh_shape.dcn))
-        return placement.arrange(self.machine, sizes, dcn)
+        return _arranged(self, tuple(mesh_shape.sizes.values()), tuple(mesh_shape.dcn.values()))
 
-    @property
-    def machine(self) -> placement.Machine:
-        """What `placement` needs to know."""
-        kind = self.chip.device_kinds[0] if self.chip else "cpu"
-        per_chip = self.num_devices // self.num_chips
-        return placement.Machine(self.platform, kind, self.shape, self.num_slices, per_chip)
+    def stand_ins(self) -> list[Any]:
+        """Returns objects that look to `mesh_utils` like the target's devices."""
+        per_chip, tpu = self.num_devices // self.num_chips, self.platform == "tpu"
+        places = np.ndindex(self.num_slices, self.num_devices // self.num_slices)
+        return [
+            SimpleNamespace(
+                id=local if self.num_slices == 1 else (index + 1) * _SLICE_ID + local,
+                platform=self.platform, device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
+                coords=(*(_coords(local // per_chip, self.shape) if tpu else ()), 0)[:3],
+                core_on_chip=local % per_chip, slice_index=index,
+            )
+            for index, local in places
+        ]  # fmt: skip
 
     def group_link(self, device_ids: Sequence[int]) -> Link:
         """Returns the link of a replica group, given by `jax.Device.id`.
@@ -89,15 +90,15 @@ class Target:
         if self.chip is None or len(set(device_ids)) < 2:
             return _FREE
         if self.platform == "gpu":
-            near = Link(self.chip.link, self.chip.link_bytes_per_s, _LATENCY_S[self.chip.link])
+            near = Link(self.chip.link, self.chip.link_bytes_per_s)
             places = Counter(i // self.shape[1] for i in device_ids)
         else:
-            near = Link("ICI", self._ici_bytes_per_s(device_ids), _LATENCY_S["ICI"])
-            places = Counter(i // placement.SLICE_ID for i in device_ids)
+            near = Link("ICI", self._ici_bytes_per_s(device_ids))
+            places = Counter(i // _SLICE_ID for i in device_ids)
         if len(places) == 1:
             return near
         share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
-        return Link(self.chip.network, min(near.bytes_per_s, share), _LATENCY_S[self.chip.network])
+        return Link(self.chip.network, min(near.bytes_per_s, share))
 
     def _ici_bytes_per_s(self, device_ids: Sequence[int]) -> float:
         """Returns what a device can send inside its slice: two links for a dim with a ring, one for a line.
@@ -106,8 +107,8 @@ class Target:
         """
         assert self.chip is not None
         per_chip = self.chip.devices_per_chip
-        chips = {i % placement.SLICE_ID // per_chip for i in device_ids}
-        coords = np.array([placement.coords(chip, self.shape) for chip in chips])
+        chips = {i % _SLICE_ID // per_chip for i in device_ids}
+        coords = np.array([_coords(chip, self.shape) for chip in chips])
         links = 0.0
         for dim, length in enumerate(self.shape):
             places = np.unique(coords[:, dim])
@@ -115,6 +116,17 @@ class Target:
                 gap = int(np.diff(places).min())
                 links += (2 if self.wrap[dim] and len(places) * gap == length else 1) / gap
         return (links / per_chip or _DIE_TO_DIE) * self.chip.link_bytes_per_s
+
+
+def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns where a chip lies in its slice: libtpu numbers them along the first dim first."""
+    return tuple(int(n) for n in np.unravel_index(chip, tuple(shape), order="F"))
+
+
+@functools.lru_cache(maxsize=256)
+def _arranged(target: Target, sizes: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+    shape = MeshShape(*(dict(zip(mesh.AXES, part, strict=True)) for part in (sizes, dcn)))
+    return np.vectorize(lambda device: device.id)(mesh.arrange(shape, target.stand_ins()))
 
 
 # --- Parsing -------------------------------------------------------------------------------------
@@ -135,9 +147,7 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
         return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
     chip = hardware.FAMILIES.get(family)
     if chip is None:
-        near = difflib.get_close_matches(family, hardware.FAMILIES, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--on={text}: must be {legal_targets()}.{hint}")
+        raise ConfigError(f"--on={text}: must be {legal_targets()}.{suggest(family, hardware.FAMILIES)}")
     target = _tpu(chip, shape) if chip.torus_dims else _gpu(chip, shape)
     if target is None:
         raise ConfigError(f"--on={text}: {family} must be {legal_shapes(chip)}")
@@ -224,9 +234,6 @@ def devices(target: Target) -> list[jax.Device]:
     Raises:
       MissingExtra: the platform's compiler is not installed.
     """
-    import jax  # not at the top: see there
-    from jax.experimental import topologies
-
     if target.platform == "cpu":
         return jax.devices("cpu")[: target.num_devices]
     if target.platform == "tpu":

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jaxdist import stages
+from jaxdist import recipe, stages
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
 from jaxdist.recipe import RunConfig
@@ -113,7 +113,7 @@ def estimate(
         module,
         found,
         target,
-        tokens=run.batch.global_size * run.batch.sequence_length,
+        tokens=run.batch.global_size * recipe.targets_per_sample(run),
         flops_per_token=model_flops(run, spec),
         compute=run.precision.compute,
         bubble=outlook.simulation.bubble if outlook else 0.0,

@@ -30,8 +30,7 @@ from jaxdist.planner.compiler import read_entry, read_log, versions
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # 0.12 puts "E1000: CompileTimeHbmOom:" before it.
 _OOM = re.compile(r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)", re.S)
-_SIZES = ("argument", "output", "alias", "temp", "generated_code")
-_HOST_SIZES = ("argument", "output", "alias", "temp")
+_SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
 def main(folder: Path) -> None:
@@ -89,7 +88,7 @@ def lower(run: recipe.RunConfig, devices: Any, platform: str) -> tuple[jax.shard
     shape, rules, spec = recipe.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = recipe.build_step(run, spec, mesh, rules)
-    batch = recipe.text_batch(run, run.batch.global_size)
+    batch = recipe.batch_shapes(run, run.batch.global_size)
     where = built.batch_shardings(batch)
     batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()}
     traced = built.step.trace(built.abstract_state, batch)
@@ -126,7 +125,6 @@ def _refuses(message: str, flag: str) -> bool:
 
 def _sizes(found: Any, platform: str) -> dict[str, int]:
     sizes = {f"{name}_bytes": getattr(found, f"{name}_size_in_bytes") for name in _SIZES}
-    sizes |= {f"host_{name}_bytes": getattr(found, f"host_{name}_size_in_bytes") for name in _HOST_SIZES}
     # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below them is right: they
     # do not all live at once.
     bound = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]

@@ -40,6 +40,7 @@ class Observed(NamedTuple):
     start: Arrays  # parameters before the update
     parameters: Arrays  # and after it
     initial: Any  # tree of the initial parameters
+    state: Arrays = {}  # the model's own, after the update
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def compare(
         difference = seen.parameters[leaf] - wanted
         parameters.append(_ratio(difference, wanted))
         updates.append(_ratio(difference, wanted - reference.start[leaf]))
+    parameters += [_ratio(seen.state[name] - wanted, wanted) for name, wanted in reference.state.items()]
     worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
     loss = abs(seen.loss - reference.loss) / abs(reference.loss)
     errors = (loss, gradients[worst], _largest(parameters), _largest(updates))

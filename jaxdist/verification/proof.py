@@ -86,6 +86,8 @@ def compile_layout(
         this = dataclasses.replace(run, precision=PrecisionConfig(stored, precision))
         with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
             _, rules, spec = recipe.validate(this, devices)
+            if spec.streams and this.batch.accumulation > 1:
+                raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
             built = recipe.build_step(this, spec, build_mesh(this.mesh, devices), rules)
             where = built.batch_shardings(batch)
             inputs = {
@@ -116,8 +118,10 @@ def observe(programs: Programs, precision: str, batch: Mapping[str, np.ndarray],
     after, metrics, gradients = programs.inspect[precision](state, inputs)
     loss = float(metrics["loss"])
     summed = built.views.flat(after._replace(trainable=gradients)).trainable
-    after = built.views.flat(after).trainable
-    return Observed(loss, _host(summed), _host(start), _host(after), initial)
+    after = built.views.flat(after)
+    return Observed(
+        loss, _host(summed), _host(start), _host(after.trainable), initial, _host(after.model_state)
+    )
 
 
 def _host(tree: Any) -> Arrays:

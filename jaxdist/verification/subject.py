@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.config import ConfigError
-from jaxdist.data import DataConfig
+from jaxdist.data import DataConfig, open_dataset
 from jaxdist.mesh import AXES
 from jaxdist.recipe import RunConfig
 from jaxdist.training.staging import PipelineConfig
@@ -57,10 +57,12 @@ def shrink(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]
     unit = ACCUMULATION * num_devices
     new = {
         "batch.global_size": unit * -(-16 // unit),
-        "batch.sequence_length": min(32, run.batch.sequence_length),
+        "batch.sequence_length": run.batch.sequence_length,
         "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
     }
-    run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
+    if run.data.is_text:
+        new["batch.sequence_length"] = min(32, run.batch.sequence_length)
+        run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
     if set(SIZES) <= set(run.model):
         new |= _small_model(run.model, num_devices, new["batch.sequence_length"])
     else:
@@ -77,8 +79,9 @@ def shrink(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]
 def _small_model(model: Mapping[str, Any], num_devices: int, length: int) -> dict[str, Any]:
     heads = math.lcm(8, num_devices)
     kinds = {model["num_heads"]: heads, 1: 1}
-    sizes = {
-        "num_layers": 2,
+    pattern = tuple(dict.fromkeys(model.get("layer_pattern", ())))  # each kind of layer once
+    sizes: dict[str, Any] = {
+        "num_layers": 2 * max(len(pattern), 1),  # whole patterns on two stages
         "d_model": math.lcm(64, num_devices),
         "d_ff": math.lcm(96, num_devices),
         "num_heads": heads,
@@ -90,6 +93,10 @@ def _small_model(model: Mapping[str, Any], num_devices: int, length: int) -> dic
         sizes["max_positions"] = length
     if model.get("loss_chunk"):
         sizes["loss_chunk"] = 64  # several chunks on any layout
+    if model.get("window"):
+        sizes |= {"layer_pattern": pattern, "window": min(model["window"], max(length // 4, 1))}
+    if model.get("rotary_fraction", 1) < 1:
+        sizes["rotary_fraction"] = 0.5  # an even number of dims
     return {f"model.{name}": value for name, value in sizes.items()}
 
 
@@ -137,19 +144,19 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
         sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
         found.append(Layout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
     if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
-        found += _pipelines(n)
+        found += _pipelines(n, len(run.model.get("layer_pattern", "1")))
     grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
     found.append(Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
     return found + _own(run, n, found)
 
 
-def _pipelines(num_devices: int) -> list[Layout]:
+def _pipelines(num_devices: int, period: int) -> list[Layout]:
     """Returns layouts with stages: plain, interleaved with a layer a place, beside fsdp and tensor."""
     n, found = num_devices, []
     if n % 2 == 0:
         found.append(Layout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
     if n % 4 == 0:
-        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8}
+        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8 * period}
         sizes = {"mesh.pipeline": 4, "mesh.data": n // 4}
         found.append(Layout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
         sizes = {"mesh.pipeline": 2, "mesh.fsdp": n // 4, "mesh.tensor": 2}
@@ -181,8 +188,9 @@ def _own_pipeline(run: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in ONE_DEVICE.items() if path.startswith("pipeline.")}
     from_file = own["pipeline.schedule"].endswith(".json")
     microbatches = own["pipeline.microbatches"] if from_file else stages
-    layers = {"model.num_layers": stages * chunks} if "num_layers" in run.model else {}
-    return {"pipeline.microbatches": microbatches} | layers
+    layers = stages * chunks * len(run.model.get("layer_pattern", "1"))
+    sizes = {"model.num_layers": layers} if "num_layers" in run.model else {}
+    return {"pipeline.microbatches": microbatches} | sizes
 
 
 _REST = {
@@ -202,8 +210,12 @@ _SIZE_PATHS = frozenset(f"mesh.{axis}" for axis in AXES)
 def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
     """Returns a batch from the seed: [B, S] random tokens, unequal weights, some rows without any.
 
-    With data.packing=documents a row holds two documents and padding, with their segment ids.
+    With data.packing=documents a row holds two documents and padding, with their segment ids. Where
+    samples are no text, the first of them are the batch: only the data knows what may be in them.
     """
+    if not run.data.is_text:
+        dataset = open_dataset(run.data, sequence_length=0, seed=run.seed, log=lambda _: None)
+        return dataset.train_batch(0, run.batch.global_size)
     rng = np.random.default_rng(run.seed)
     size, length = run.batch.global_size, run.batch.sequence_length
     dims = (size, length)
