@@ -25,6 +25,7 @@ def run(window, first, last):
     for finished in range(first + 1, last + 1):
         x_BD = step(weights_LDD, x_BD)
         tables[finished] = window.step(finished, x_BD)
+    x_BD.block_until_ready()  # as a run does before it ends: a trace holds what ran, not what was called
     return {step: table for step, table in tables.items() if table is not None}
 
 

@@ -72,7 +72,7 @@ def collective(**changes):
     one = communication.Collective(
         kind="all-gather", axis="fsdp", group_size=2, dtype="bf16", bytes=2 * 10**9, count=1,
         asynchronous=False, in_loop=False, what="activations", module="", phase="forward", name="gather",
-        computation="main", begins=0, ends=0, link=targets.Link("ICI", 1e9, 1e-6),
+        computation="main", begins=0, ends=0, link=targets.Link("ICI", 1e9),
     )  # fmt: skip
     return dataclasses.replace(one, **changes)
 
@@ -147,7 +147,7 @@ ENTRY %main (p: f32[]) -> f32[] {{
     assert estimate(module, [first]).hidden_s == pytest.approx(0.8)
     both = estimate(module, [first, dataclasses.replace(first, name="other")])
     assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(0.6)
-    other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9, 1e-6))
+    other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9))
     assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
 
 

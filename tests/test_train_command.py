@@ -55,8 +55,8 @@ CASES = {
     "wrong type": (["train.steps=many"], ["train.steps: got 'many', required int."]),
     "not a choice": (
         ["optimizer.name=adam"],
-        ["optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon. "
-         "Did you mean adamw?"],
+        ["optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon, "
+         "given. Did you mean adamw?"],
     ),
     "a group": (["batch=3"], ["batch: is a group. Set one of its fields: batch.global_size"]),
     "batch": (["batch.global_size=12"], ["batch.global_size=12 is not divisible", "8 or 16"]),
