@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,12 @@ def _add_flags(wanted: dict[str, object]) -> None:
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
+def _heed_signals() -> None:
+    """Undoes what nohup and a shell's `&` do: processes that tests start would ignore these, too."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _set_environment() -> None:
     # `pytest -m gpu` keeps the machine's own platform; everything else runs on emulated CPUs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -56,6 +63,7 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+_heed_signals()
 _set_environment()
 
 # The same examples on every run and no deadline: a loaded machine changes no result.
