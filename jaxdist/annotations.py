@@ -1,6 +1,7 @@
 """What a class says about its fields: type annotations as checks, trailing comments as docs."""
 
 import ast
+import functools
 import inspect
 import io
 import numbers
@@ -8,7 +9,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 _UNIONS = (typing.Union, types.UnionType)
@@ -111,7 +112,8 @@ def _literal(text: str) -> object:
         return text
 
 
-def docs(source: Any) -> dict[str, str]:
+@functools.cache
+def docs(source: Any) -> Mapping[str, str]:
     """Returns `{name: comment}` of a class's fields, or of a function's parameters.
 
     The comment is the one that trails the field, else the comment lines right above it. Without

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform as system
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the store has no public door; the same names in 0.10 to 0.12
+from jax._src import cache_key, distributed  # no public doors; the same names in 0.10 to 0.12
 from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
@@ -22,6 +23,7 @@ from jaxdist.config import ConfigError
 
 LAUNCH = "jaxdist launch"
 LOOPBACK = "127.0.0.1"
+_FOREVER_MS = 7 * 24 * 3_600_000  # the watchdog knows what is too long
 # A frozen machine is noticed after the first; the others wait that long for the lead's last words.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 120}
 
@@ -83,9 +85,10 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
     if launcher == LAUNCH:
         address = environ["JAXDIST_COORDINATOR"]
         number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
-        here = address if address.startswith(LOOPBACK) else None
+        here = address if _is_one_machine(environ) else None
         if here:
             _listen_on_loopback()
+            _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
         jax.distributed.initialize(
             address, number, rank, cluster_detection_method="deactivate",
@@ -107,6 +110,53 @@ def _listen_on_loopback() -> None:
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
+
+
+def _share_compiled_programs() -> None:
+    """Gives a CPU program one key in the compile cache for all processes of this machine.
+
+    jax's key has each process's own devices in it, and only process 0 writes: no other ever reads.
+    """
+    asked = cache_key._hash_accelerator_config
+
+    def hashed(hash_obj: Any, accelerators: np.ndarray) -> Any:
+        if accelerators.flat[0].platform != "cpu":
+            return asked(hash_obj, accelerators)
+        return hash_obj.update(f"{accelerators.size} x {_instruction_set()}".encode())
+
+    cache_key._hash_accelerator_config = hashed
+
+
+@functools.cache
+def _instruction_set() -> str:
+    """Returns what this machine's processor can do: elsewhere a program may not run."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{system.machine()} {system.processor()}"
+
+
+@contextlib.contextmanager
+def lead_first(what: str) -> Iterator[None]:
+    """Lets process 0 compile first where processes share a machine's cores; the others read its cache.
+
+    So a program costs the machine one compilation and not one a process. Each process enters with the
+    same name, once.
+    """
+    client = notes()
+    shared = client is not None and jax.default_backend() == "cpu" and _is_one_machine(os.environ)
+    if shared and jax.process_index() > 0:
+        client.blocking_key_value_get(f"jaxdist/compiled/{what}", _FOREVER_MS)
+    try:
+        yield
+    finally:
+        if shared and jax.process_index() == 0:
+            client.key_value_set(f"jaxdist/compiled/{what}", "")
+
+
+def _is_one_machine(environ: Mapping[str, str]) -> bool:
+    return environ.get("JAXDIST_COORDINATOR", "").startswith(LOOPBACK)
 
 
 def notes() -> Any:

@@ -74,7 +74,7 @@ def begin(
     try:
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
-        prepared = pool.submit(store.prepare, built.views.abstract)
+        prepared = pool.submit(_prepare, store, built)
         if not machine.agreed(folders.has_steps(store.folder)):
             if given and given.initial:
                 state = built.init(_placed(given.initial, built))
@@ -112,7 +112,14 @@ def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
     The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
     object itself costs the host a fifth more at every step.)
     """
-    built.step.lower(built.abstract_state, abstract_batch(config, built, dataset)).compile()
+    lowered = built.step.lower(built.abstract_state, abstract_batch(config, built, dataset))
+    with machine.lead_first("step"):
+        lowered.compile()
+
+
+def _prepare(store: CheckpointStore, built: TrainStep) -> None:
+    with machine.lead_first("save"):
+        store.prepare(built.views.abstract)
 
 
 def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dict[str, Any]:

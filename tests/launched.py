@@ -50,8 +50,14 @@ def output(workdir: Path) -> str:
 
 @contextlib.contextmanager
 def launched(workdir: Path, *flags: str, **changes) -> Iterator[subprocess.Popen]:
-    """Yields the agent of a run; in the end it is gone, with all that it started."""
-    agent = start(workdir, *flags, **changes)
+    """Yields the agent of a run, and ends it."""
+    with ended(start(workdir, *flags, **changes)) as agent:
+        yield agent
+
+
+@contextlib.contextmanager
+def ended(agent: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """Ends the agent in the end, with all that it started."""
     try:
         yield agent
     finally:
@@ -145,16 +151,17 @@ def parameters(workdir: Path, step: int) -> dict[str, np.ndarray]:
     return final_arrays(workdir, step)
 
 
-def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    """Returns the largest relative L2 distance between leaves of the same name."""
-    assert one.keys() == other.keys() and len(one) > 20
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray], under: str = "") -> float:
+    """Returns the largest relative L2 distance between leaves of the same name, of those under a path."""
+    names = [name for name in one if name.startswith(under)]
+    assert one.keys() == other.keys() and len(names) > 10
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
         a, b = a.astype(np.float64), b.astype(np.float64)
         size = float(np.linalg.norm(b))
         return float(np.linalg.norm(a - b)) / size if size else float(np.abs(a - b).max())
 
-    return max(distance(one[name], other[name]) for name in one)
+    return max(distance(one[name], other[name]) for name in names)
 
 
 def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:

@@ -114,7 +114,7 @@ kill_me()
     code, said = supervise(tmp_path, text, max_restarts=0)
     assert code == 70 and time.monotonic() - began < 20
     assert "lost process 1 killed by SIGKILL" in said
-    assert not any(members(int(pid)) for *_, pid in starts(tmp_path))
+    wait_until(lambda: not any(members(int(pid)) for *_, pid in starts(tmp_path)))
 
 
 # --- restarts -------------------------------------------------------------------------------------
