@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from jaxdist import annotations
 
+EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 MISSING = dataclasses.MISSING
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from jaxdist import adapters, command_line, interop, recipe, trees, workdir
 from jaxdist import config as configs
-from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import registry

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 
 from jaxdist import command_line, extras, inference
-from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.inference import HeldOut
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
@@ -105,7 +104,7 @@ def _as_table(found: dict[str, dict[str, Any]]) -> str:
 def _as_text(found: HeldOut) -> str:
     bits = "unknown" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     return (
-        f"step {found.step}: loss {found.loss:.6f} nats per token over {found.tokens} tokens, "
+        f"step {found.step}: loss {found.loss:.6f} nats per target over {found.tokens} targets, "
         f"perplexity {found.perplexity:.4f}, bits per byte {bits}"
     )
 

@@ -7,7 +7,7 @@ import argparse
 import jax
 
 from jaxdist import command_line, inference
-from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT
+from jaxdist.config import EXIT_NO_CHECKPOINT
 from jaxdist.decoding import SamplingConfig
 
 

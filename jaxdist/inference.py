@@ -59,7 +59,7 @@ class HeldOut(NamedTuple):
     """How well a checkpoint predicts held-out text."""
 
     step: int  # updates finished
-    loss: float  # nats per token
+    loss: float  # nats per target
     tokens: int | float  # targets scored
     perplexity: float  # exp(loss)
     bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from jaxdist import config
 from jaxdist.config import ConfigError
@@ -51,13 +50,6 @@ def _say(text: str) -> None:
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are configuration errors, as those of all commands."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags")
-
-
 def _options(argv: list[str]) -> Options:
     """Returns what the arguments ask for.
 
@@ -89,7 +81,7 @@ def _options(argv: list[str]) -> Options:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "jaxdist launch [flags] -- COMMAND ..."
-    parser = _Parser(prog="jaxdist launch", description=__doc__, usage=usage)
+    parser = config.Parser(prog="jaxdist launch", description=__doc__, usage=usage)
     add = parser.add_argument
     add("--processes", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
     add("--devices-per-process", type=int, metavar="K",

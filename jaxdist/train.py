@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 
 from jaxdist import command_line, dry_run, loop, machine
-from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.layout import LayoutError
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.data import SourceError
 from jaxdist.planner.plan import explain_shortage
 from jaxdist.resilience import EXIT_PREEMPTED, elastic

@@ -9,12 +9,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxdist import config
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import integrity
-from jaxdist.checkpoint.folder import EXIT_NO_CHECKPOINT, CheckpointError
+from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.extras import MissingExtra
 
 Found = tuple[dict[str, Any], int]  # what --json prints, and the exit code
@@ -27,21 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, code = _ACTIONS[flags.action](flags)
     except (config.ConfigError, MissingExtra, CheckpointError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
+        return config.EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
     print(json.dumps(found, indent=1) if flags.json else "\n".join(_lines(found)))
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are configuration errors, as those of all commands."""
-
-    def error(self, message: str) -> NoReturn:
-        raise config.ConfigError(f"{message}; --help lists the flags")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxdist checkpoint", description=__doc__.partition("\n\n")[2])
-    actions = parser.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    parser = config.Parser(prog="jaxdist checkpoint", description=__doc__.partition("\n\n")[2])
+    actions = parser.add_subparsers(dest="action", required=True, parser_class=config.Parser)
     for name, meaning in (
         ("list", "the steps, their sizes, and what is in quarantine"),
         ("inspect", "the arrays and the metadata of a step (default: the newest)"),
@@ -112,7 +105,7 @@ def _verify(flags: argparse.Namespace) -> Found:
     run = integrity.identity(folder, create=False)
     rows = [_row(folder, step, run=run, contents=True) for step in steps]
     good = ["fault" not in row for row in rows]
-    code = 0 if good and all(good) else 1 if any(good) else EXIT_NO_CHECKPOINT
+    code = 0 if good and all(good) else 1 if any(good) else config.EXIT_NO_CHECKPOINT
     return {"folder": str(folder), "steps": rows}, code
 
 

@@ -40,9 +40,6 @@ _LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 10, 0.1
 
 
-EXIT_NO_CHECKPOINT = 77  # of commands that need a checkpoint where no usable one is
-
-
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written; `steps` holds {step: reason} where several failed."""
 

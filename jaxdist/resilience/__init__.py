@@ -7,9 +7,7 @@ from jaxdist.config import ConfigError
 
 EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
-EXIT_HANG = 76  # killed by the watchdog
-EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
-EXIT_CONFIG = 78  # a fault of the configuration: the same start would fail again
+EXIT_HANG = 76  # killed by the watchdog; 77 and 78 are in jaxdist.config
 
 STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"  # variable: more signals that ask to stop, e.g. SIGUSR1,SIGUSR2
 

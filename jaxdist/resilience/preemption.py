@@ -22,7 +22,8 @@ from typing import Any
 import jax
 
 from jaxdist import machine
-from jaxdist.resilience import EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
+from jaxdist.config import EXIT_NO_CHECKPOINT
+from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
 _FEW = 64  # processes that look so often; more look less often, for at most 256 looks a second in all

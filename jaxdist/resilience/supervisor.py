@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
 from jaxdist.resilience import (
-    EXIT_CONFIG,
-    EXIT_NO_CHECKPOINT,
     EXIT_PEER_LOST,
     EXIT_PREEMPTED,
     elastic,

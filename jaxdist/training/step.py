@@ -90,17 +90,13 @@ def build_train_step(
         model that cannot be trained so.
     """
     cut, flat = config.staging, spec
-    if isinstance(optimizer, OptimizerConfig):
-        transform = build_optimizer(optimizer, _unit_rate, flat.trainable, flat.names)
-        clip = optimizer.clip_norm
-    else:
-        transform, clip, schedule = optimizer, 0.0, None
     stages = cut.stages if cut else 1
     if found := list(examination.faults(spec, stages=stages)):
         raise ConfigError(found)
+    rule = _rule(optimizer, schedule, spec)
     spec = cut.staged_spec(spec) if cut else spec
     sharding.place(spec.named_parameters(), rules)
-    abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, transform, config))
+    abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, rule.transform, config))
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
     objective = build_objective(spec, compute=config.compute, remat=config.remat)
@@ -118,7 +114,7 @@ def build_train_step(
             )  # fmt: skip
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=_told(flat, cut, state, sums))
-            after = _update(state, sums, batch, transform, schedule, clip, config, spec)
+            after = _update(state, sums, batch, rule, config, spec)
             return *after, gradients
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -135,7 +131,7 @@ def build_train_step(
     return TrainStep(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
         init=jax.jit(
-            lambda given=None: _fresh_state(spec, cut, transform, config, given),
+            lambda given=None: _fresh_state(spec, cut, rule.transform, config, given),
             donate_argnums=() if cut else 0,  # stages take other buffers
             out_shardings=shardings,
             compiler_options=_for_one_run(mesh),
@@ -160,8 +156,26 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
     )  # fmt: skip
 
 
-def _update(state, found, batch, transform, schedule, clip, config, spec) -> tuple[State, Metrics]:
+class _Rule(NamedTuple):
+    """How gradients become updates."""
+
+    transform: optax.GradientTransformation
+    schedule: Schedule | None  # None: the rate is the transformation's own
+    clip: float  # largest global norm of gradients; 0 = no limit
+
+
+def _rule(
+    optimizer: OptimizerConfig | optax.GradientTransformation, schedule: Schedule | None, spec: ModelSpec
+) -> _Rule:
+    if not isinstance(optimizer, OptimizerConfig):
+        return _Rule(optimizer, None, 0.0)
+    transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
+    return _Rule(transform, schedule, optimizer.clip_norm)
+
+
+def _update(state, found, batch, rule: _Rule, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, unchanged if they are not finite."""
+    transform, schedule, clip = rule
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
