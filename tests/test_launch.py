@@ -201,29 +201,55 @@ def test_whoever_is_told_to_stop_all_save_the_same_step(tmp_path):
     assert all(len(values) == 1 for values in every_loss(workdir).values())
 
 
+def kill_20_times(
+    agent: subprocess.Popen,
+    workdir: Path,
+    draw: random.Random,
+    number: int,
+    *,
+    after_s: float = 2.0,
+    resize=None,
+) -> tuple[list[tuple[int, int]], dict[str, str]]:
+    """Kills any of the processes, a quarter of the times at any moment of a start.
+
+    Args:
+      number: processes of the first start; `resize()` gives those of the next.
+      after_s: at most so long after a start's first step; with `resize`, after its first checkpoint.
+
+    Returns:
+      (step, process) of each kill, and all that listened.
+    """
+    kills, since, saved, heard = [], 0, [], {}
+    while len(kills) < 20 and agent.poll() is None:
+        if draw.random() < 0.75:  # else wherever it is: starting, restoring, in its first step
+            wait_for_step(agent, workdir, 1, since)
+            while resize and list_steps(workdir / "checkpoints")[-1:] <= saved and agent.poll() is None:
+                time.sleep(0.005)
+        time.sleep(draw.uniform(0, after_s))
+        if len(found := processes(agent)) == number:
+            for pid in found.values():
+                heard |= listening(pid)
+            kills.append((last_step(workdir), rank := draw.randrange(number)))
+            since = metrics.stat().st_size if (metrics := workdir / "metrics.jsonl").exists() else 0
+            saved = list_steps(workdir / "checkpoints")[-1:]
+            number = resize() if resize else number
+            os.kill(found[rank], signal.SIGKILL)
+            time.sleep(0.3)  # until the agent has noticed
+    return kills, heard
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_20_random_kills(tmp_path, number):
-    """A quarter of them at any moment of a start; the same 12 sequences a step, whatever the processes."""
+    """The same 12 sequences a step, whatever the processes."""
     straight, workdir = tmp_path / "straight", tmp_path / "run"
-    size = {"batch__global_size": 12, "train__steps": 300, "mesh__fsdp": 1, "devices": 1}
+    size = FOUR | {"train__steps": 300}
     draw = random.Random(seed := random.randrange(10**6))
     flags = ["--processes", str(number), "--max-restarts", "20"]
     with launched(straight, *flags, **size) as agent:
         finish(agent, straight)
-    kills, since, heard = [], 0, {}
     with launched(workdir, *flags, recorded={}, **size) as agent:
-        while len(kills) < 20 and agent.poll() is None:
-            if draw.random() < 0.75:  # else wherever it is: starting, restoring, in its first step
-                wait_for_step(agent, workdir, 1, since)
-            time.sleep(draw.uniform(0, 2))
-            if len(found := processes(agent)) == number:
-                for pid in found.values():
-                    heard |= listening(pid)
-                kills.append((last_step(workdir), rank := draw.randrange(number)))
-                since = metrics.stat().st_size if (metrics := workdir / "metrics.jsonl").exists() else 0
-                os.kill(found[rank], signal.SIGKILL)
-                time.sleep(0.3)  # until the agent has noticed
+        kills, heard = kill_20_times(agent, workdir, draw, number)
         finish(agent, workdir)
     print(f"seed {seed}; killed at (step, process): {kills}; {len(heard)} ports were listened on")
     assert len(events(workdir, "peer_lost")) > 10 and len(heard) > 10
@@ -232,6 +258,34 @@ def test_20_random_kills(tmp_path, number):
     assert losses(workdir) == losses(straight)
     assert same_bits(parameters(workdir, 300), parameters(straight, 300))
     assert_fed_once(workdir, 300, 12)
+
+
+@pytest.mark.slow
+def test_20_random_kills_each_with_another_size(tmp_path):
+    """In 60 steps, of which each life adds a few."""
+    straight, workdir, capacity = tmp_path / "straight", tmp_path / "run", tmp_path / "capacity"
+    size = FOUR | {"train__steps": 60, "checkpoint__every_steps": 1}
+    draw, sizes = random.Random(seed := random.randrange(10**6)), [4]
+
+    def resize() -> int:
+        sizes.append(draw.choice([n for n in (1, 2, 3, 4) if n != sizes[-1]]))
+        capacity.write_text(str(sizes[-1]))
+        return sizes[-1]
+
+    with launched(straight, "--processes", "4", **size) as agent:
+        finish(agent, straight)
+    capacity.write_text("4")
+    flags = ["--processes", "4", "--min-processes", "1", "--max-restarts", "20"]
+    with launched(workdir, *flags, "--capacity-file", str(capacity), recorded={}, **size) as agent:
+        kills, heard = kill_20_times(agent, workdir, draw, 4, after_s=0.02, resize=resize)
+        finish(agent, workdir)
+    distance = apart(parameters(workdir, 60), parameters(straight, 60), "trainable/")
+    print(f"seed {seed}; killed at (step, process): {kills}; sizes {sizes}; {distance:.2g} apart")
+    assert len(events(workdir, "peer_lost")) > 10 and len(events(workdir, "resize")) > 8
+    assert not leftovers(workdir) and not heard.keys() & listeners().keys()
+    assert losses(workdir) == pytest.approx(losses(straight), rel=1e-5)
+    assert distance <= 1e-5
+    assert_fed_once(workdir, 60, 12)
 
 
 # --- the command ----------------------------------------------------------------------------------
