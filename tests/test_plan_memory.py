@@ -132,6 +132,15 @@ def test_tensor_and_sequence_parallelism_split_activations():
     assert small(**layout, **{"mesh.sequence_parallel": True})["saved: block_input"] == 4 * X
 
 
+def test_adapters_keep_their_own_activations_and_no_gradient_of_the_base():
+    layout = {"mesh.fsdp": 8, "remat.policy": "dots"}
+    base, found = small(**layout), small(**layout, **{"lora.rank": 8})
+    hidden = found["saved: unnamed"]  # x A of every kernel
+    assert "saved: unnamed" not in base and hidden > 0
+    assert found["working set"] == base["working set"]
+    assert "unreduced gradients" in base and "unreduced gradients" not in found
+
+
 def test_accumulation_trades_activations_for_a_second_gradient():
     whole, parts = small(**{"mesh.fsdp": 8}), small(**{"mesh.fsdp": 8, "batch.accumulation": 4})
     assert parts["saved: block_input"] == whole["saved: block_input"] / 4
@@ -171,6 +180,7 @@ PEAKS = [
         {"mesh.data": 1, "mesh.fsdp": 8, "mesh.zero": 1, "batch.global_size": 128},
         5_939_387_904,
     ),
+    ("gpt2_124m", "v5e:2x4", {"lora.rank": 16}, 19_423_989_596),
     ("llama3_70b", "h100:8x8", {"batch.accumulation": 8}, 42_587_062_716),
     ("llama3_70b", "h100:8x8", {"mesh.fsdp": 8, "mesh.tensor": 8, "batch.accumulation": 8}, 116_784_826_808),
 ]

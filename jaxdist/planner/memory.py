@@ -134,7 +134,7 @@ class _Step:
         cast = self.compute != self.stored
         return self.state | self._kept() | {
             "gradients": self._sum(self.rules.gradient, 4) if several else 0,  # of earlier parts
-            "unreduced gradients": 4 * self._head(),
+            "unreduced gradients": 4 * self._head(trained=True),
             # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
             "weights as computed": self._sum(self.rules.stored, self.compute, "blocks") if cast else 0,
         }  # fmt: skip
@@ -194,10 +194,10 @@ class _Step:
     def _elements(self, dims: Sequence[int], where: P) -> int:
         return math.prod(_local(dims, where, self.rules))
 
-    def _head(self, *, vocabulary: bool = False) -> int:
-        """Returns the elements of the output head, gathered from fsdp; or of its vocabulary alone."""
-        named = self.spec.named_parameters().values()
-        tables = [(x.shape, names) for x, names in named if "vocab" in names]
+    def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
+        """Returns the elements of the output head, gathered from fsdp; of its vocabulary; 0 if it must be trained."""
+        named = self.parameters if trained else self.spec.named_parameters()
+        tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]
         if not tables:
             return 0
         dims, names = tables[-1]  # with tied embeddings there is one
@@ -247,7 +247,7 @@ def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, plat
     sizes, length = rules.shape.sizes, _sample_tokens(run, rules)
     length = length if length % SHORT else SHORT  # all of it grows with the tokens
     known = (sorted(run.model.items()), sizes["tensor"], sizes["expert"], length, policy, platform)
-    key = repr((*known, run.precision.compute, run.data.packing, run.data.path))
+    key = repr((*known, run.precision.compute, run.data.packing, run.data.path, run.lora))
     if key not in _traced:
         _traced[key] = _trace(run, spec, rules, length, policy, platform)
     return _traced[key]
@@ -349,7 +349,8 @@ def _needed(jaxpr, x, lanes: int) -> list[int]:
 
     Those are operands of products (and kernels), and results of products that go into one by way of
     something curved: XLA computes what is element-wise between them again, inside the readers. A
-    linear image of the same size (rotated queries) stands for its source.
+    linear image of the same size (rotated queries) stands for its source, and a sum of products (a
+    kernel's and its adapter's) for both.
     """
     sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
     needed: dict[Any, int] = {}
@@ -359,6 +360,8 @@ def _needed(jaxpr, x, lanes: int) -> list[int]:
             roots = frozenset().union(*(sources[v][0] for v in given))
             several = eqn.primitive.name in ("mul", "div") and len(given) > 1
             curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in given)
+            if len(roots) > 1 and eqn.primitive.name == "add" and not curved and x not in roots:
+                roots = frozenset(eqn.outvars)
             sources |= {out: (roots, curved) for out in eqn.outvars if roots}
             continue
         for v in given:
