@@ -7,6 +7,7 @@ import functools
 import os
 import platform as system
 import re
+import typing
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,17 +143,19 @@ def lead_first(what: str) -> Iterator[None]:
     """Lets process 0 compile first where processes share a machine's cores; the others read its cache.
 
     So a program costs the machine one compilation and not one a process. Each process enters with the
-    same name, once.
+    same name; a second time nobody waits.
     """
-    client = notes()
-    shared = client is not None and jax.default_backend() == "cpu" and _is_one_machine(os.environ)
+    client, settings = notes(), typing.cast(Any, jax.config)
+    cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
+    local = client is not None and _is_one_machine(os.environ) and jax.default_backend() == "cpu"
+    shared = local and cached
     if shared and jax.process_index() > 0:
         client.blocking_key_value_get(f"jaxdist/compiled/{what}", _FOREVER_MS)
     try:
         yield
     finally:
         if shared and jax.process_index() == 0:
-            client.key_value_set(f"jaxdist/compiled/{what}", "")
+            client.key_value_set(f"jaxdist/compiled/{what}", "", True)
 
 
 def _is_one_machine(environ: Mapping[str, str]) -> bool:

@@ -195,7 +195,7 @@ class _Step:
         return math.prod(_local(dims, where, self.rules))
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
-        """Returns the elements of the output head, gathered from fsdp; of its vocabulary; 0 if it must be trained."""
+        """Returns the elements of the (trained) output head, gathered from fsdp; or of its vocabulary."""
         named = self.parameters if trained else self.spec.named_parameters()
         tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]
         if not tables:
