@@ -1,5 +1,6 @@
 """Full, read-only and slow disks, and damage between two starts: what a run makes of them."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from launched import launched
 from test_checkpoint_integrity import a_data_file, flip
 from test_checkpoint_store import assert_bitwise, names, save_and_wait
 from test_train import command, environment, losses, train
@@ -178,6 +180,38 @@ def test_a_run_goes_on_when_its_disk_is_full_and_then_read_only(small_disk, tmp_
     assert steps and not [name for name in names(small_disk / "run") if not name.isdecimal()]
     rows = [row["step"] for row in read_rows(workdir).train]
     assert rows == sorted({1, *range(10, rows[-1] + 1, 10)})  # no step was lost
+
+
+@pytest.mark.slow
+def test_processes_go_on_when_the_disk_fills_up_under_one_of_them(small_disk, tmp_path):
+    """The check for free space passes, the write fails: the other process must not wait for it."""
+    workdir = tmp_path / "run"
+    settings = {
+        "checkpoint__folder": small_disk / "run", "train__steps": 4000, "checkpoint__every_steps": 50,
+        "train__log_every": 10, "mesh__fsdp": 1, "watchdog__save_s": 15, "watchdog__step_s": 15,
+    }  # fmt: skip
+    with launched(workdir, "--processes", "2", devices=1, **settings) as agent:
+        until(agent, lambda: True in saves(workdir))
+        needed = next(e["bytes"] for e in read_events(workdir) if e["event"] == "save")
+
+        def fails() -> bool:
+            for number in range(100):  # a save that was under way makes room when it is done
+                free = shutil.disk_usage(small_disk).free
+                if free > needed + 16384:
+                    with contextlib.suppress(OSError):
+                        (small_disk / f"full-{number}-{free}").write_bytes(b"x" * (free - needed - 8192))
+            return saves(workdir).count(False) >= 3
+
+        until(agent, fails)
+        for full in small_disk.glob("full-*"):
+            full.unlink()
+        known = len(saves(workdir))
+        until(agent, lambda: True in saves(workdir)[known:])
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(60) == 75
+    said = [e["error"] for e in read_events(workdir) if e["event"] == "save" and not e["ok"]]
+    assert any("No space left" in error or "RESOURCE_EXHAUSTED" in error for error in said), said
+    assert not any(e["event"] in ("hang", "peer_lost") for e in read_events(workdir))
 
 
 @pytest.mark.slow
