@@ -1,8 +1,10 @@
 #!/bin/bash
 # A run on the hosts of a Cloud TPU slice, started on all of them from any machine with gcloud:
 #
-#     deploy/tpu_vm.sh NAME ZONE --config llama3_8b --workdir gs://bucket/run
+#     deploy/tpu_vm.sh NAME ZONE --config llama3_8b --workdir runs/one \
+#         --config.checkpoint.folder=gs://bucket/run
 #
+# Checkpoints must lie where all hosts see them. The workdir may be each host's own; the first has the logs.
 # One agent and one process a host. A lost process ends the run on all hosts (exit code 70), and each
 # host starts again, as does one whose agent was killed (137); 0, 1, 75, 77 and 78 end it.
 set -euo pipefail

@@ -34,6 +34,8 @@ def parse(
     overrides, rest, faults = _take_overrides(argv)
     asks_help = "--help" in rest or "-h" in rest
     flags, unknown = _own_flags(parser, [a for a in rest if a not in ("--help", "-h")])
+    if "://" in (getattr(flags, "workdir", None) or ""):
+        faults.append(f"--workdir {flags.workdir}: must be a local folder; checkpoint.folder takes gs://")
     if asks_help:
         parser.print_help()
     if flags.config is None:

@@ -22,7 +22,7 @@ from jaxdist.decoding import Generate, build_generator
 from jaxdist.evaluation import evaluate
 from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
-from jaxdist.resilience import elastic, peers
+from jaxdist.resilience import EXIT_PREEMPTED, elastic, peers, preemption
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.resilience.watchdog import Watchdog
@@ -48,21 +48,27 @@ class Interrupted(Exception):
     """A signal ended training early; everything is saved."""
 
 
+class Preempted(Interrupted, SystemExit):
+    """The signal was for the process: where nobody catches this, a script ends with 75."""
+
+    code = EXIT_PREEMPTED
+
+
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
     """Returns the last state of `carry_out`.
 
     Raises:
-      Interrupted: a signal ended it early.
+      Interrupted: a signal ended it early; Preempted if not by a Ctrl-C to a process alone.
     """
     outcome = carry_out(config, folder, **options)
     if outcome.stopped:
-        raise Interrupted(outcome.stopped)
+        raise (Preempted if preemption.must_leave() else Interrupted)(outcome.stopped)
     return outcome.state
 
 
 def carry_out(
     config: RunConfig, folder: Path, *, title: str = "", devices: Sequence[jax.Device] | None = None,
-    full_devices: int | None = None, given: Given | None = None,
+    full_devices: int | None = None, given: Given | None = None, watch: Watchdog | None = None,
 ) -> Outcome:  # fmt: skip
     """Trains to the end, from the newest checkpoint if the workdir has one; returns how it ended.
 
@@ -72,14 +78,16 @@ def carry_out(
       ConfigError: something in the config cannot be, before anything compiles.
       TrainingStopped: losses stayed non-finite.
     """
+    preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
     lead = jax.process_index() == 0
-    say = print if lead else lambda *_, **__: None
+    say = _print if lead else lambda _: None
     asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     build = given and given.build
     shape, rules, spec = recipe.validate(config, devices, with_data=given is None, build=build)
     with contextlib.ExitStack() as lock:
-        watch = lock.enter_context(Watchdog(config.watchdog, folder))
+        watch = watch or lock.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
+        watch.at("start")
         flat = configs.flatten(configs.to_config_dict(config))
         peers.agree(lambda: flat | peers.code(spec.model_class))
         with machine.agreed_by_all():
@@ -87,6 +95,7 @@ def carry_out(
                 lock.enter_context(workdir.held(folder))
                 workdir.settle_config(folder, asked)
             store = workdir.open_checkpoints(folder, config)
+        peers.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
         dataset = given.dataset if given else open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
             vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=watch.lively(say),
@@ -118,6 +127,11 @@ def carry_out(
                 )  # fmt: skip
                 state, stopped = session.train(state), session.stopped
         return Outcome(config, spec, mesh, rules, built, state, stopped)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # a log's full disk does not stop the run
+        print(text, flush=True)
 
 
 def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
@@ -383,7 +397,7 @@ class Session:
     def _pause(self, state: State, number: int, *, ended: bool, stopped: bool = False) -> None:
         """Evaluates and saves what is due, if `stopped` in any case; the time is not training's."""
         began, elapsed_s, every = time.monotonic(), self._elapsed_s(), self.config.train.eval_every
-        if every and (ended or number % every == 0) and self.evaluated != number:
+        if every and not stopped and (ended or number % every == 0) and self.evaluated != number:
             self._evaluate(state, number)
         self._at("save", number)
         if self.store.should_save(number, time.monotonic(), last=ended, stopped=stopped):

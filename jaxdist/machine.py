@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import json
 import os
 import platform as system
 import re
@@ -23,6 +25,7 @@ from jaxdist import hardware
 from jaxdist.config import ConfigError
 
 LAUNCH = "jaxdist launch"
+_numbers = itertools.count()  # the same on all processes: they ask the same in order
 LOOPBACK = "127.0.0.1"
 _FOREVER_MS = 7 * 24 * 3_600_000  # the watchdog knows what is too long
 # A frozen machine is noticed after the first; the others wait that long for the lead's last words.
@@ -66,10 +69,11 @@ def add_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Returns where compiled programs are kept; None where the user has said where, or not to."""
-    if "JAX_COMPILATION_CACHE_DIR" in environ:
-        return None
-    return Path.home() / ".cache" / "jaxdist" / "xla"
+    """Returns where compiled programs are kept; None where the user has said where, or has no home."""
+    with contextlib.suppress(RuntimeError):  # no HOME, and a container's uid that passwd does not know
+        if "JAX_COMPILATION_CACHE_DIR" not in environ:
+            return Path.home() / ".cache" / "jaxdist" / "xla"
+    return None
 
 
 def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -198,6 +202,16 @@ def agreed_by_all() -> Iterator[None]:
         fault = fault or ConfigError("refused by process 0, which says why")
     if fault is not None:
         raise fault
+
+
+def told(value: Any) -> Any:
+    """Returns the first process's JSON value on all of them: its files may be on no other machine."""
+    client, note = notes(), f"jaxdist/told/{next(_numbers)}"
+    if client is None:
+        return value
+    if jax.process_index() == 0:
+        client.key_value_set(note, json.dumps(value))
+    return json.loads(client.blocking_key_value_get(note, _FOREVER_MS))
 
 
 def agreed(value: Any) -> Any:

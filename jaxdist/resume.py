@@ -19,6 +19,7 @@ from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore, Restored
+from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import peers
@@ -76,6 +77,11 @@ def begin(
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
         if not machine.agreed(folders.has_steps(store.folder)):
+            if machine.agreed(workdir.has_saved(folder)):
+                raise CheckpointError(
+                    f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
+                    f"(is it mounted?), or begin anew with another --workdir"
+                )
             if given and given.initial:
                 state = built.init(_placed(given.initial, built))
             else:
@@ -88,7 +94,7 @@ def begin(
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
-            windows = skipped_windows(folder, restored.metadata)
+            windows = machine.told(skipped_windows(folder, restored.metadata))
         watch.at("compile", progress.step)
         compiled.result()
         prepared.result()
@@ -139,11 +145,17 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
 
     The workdir's file knows all, also those found after the checkpoint; a checkpoint that was taken
     elsewhere has its own list.
+
+    Raises:
+      ConfigError: the file is damaged.
     """
+    file = folder / SKIPPED_FILE
     try:
-        return json.loads((folder / SKIPPED_FILE).read_text())["windows"]
+        return [[int(first), int(last)] for first, last in json.loads(file.read_text())["windows"]]
     except FileNotFoundError:
         return metadata.get(SKIPPED, [])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file} is damaged ({error!r}); put it back") from error
 
 
 def roll_back(

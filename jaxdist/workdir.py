@@ -35,7 +35,7 @@ from jaxdist.recipe import (
 )
 from jaxdist.sharding import Rules
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
-from jaxdist.telemetry.metrics import MetricsWriter, Throughput
+from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
 from jaxdist.training.objective import build_objective
 from jaxdist.training.state import ModelSpec
 
@@ -138,7 +138,7 @@ def settle_config(folder: Path, run: RunConfig) -> None:
     new = configs.to_config_dict(run)
     goes_on = has_steps(checkpoints_folder(folder, run))
     if not goes_on and (folder / CONFIG).exists():  # its steps may lie where the config before had them
-        chosen = _stored_config(folder)["checkpoint"]["folder"]
+        chosen = read_config(folder).checkpoint.folder
         if chosen != run.checkpoint.folder and has_steps(_checkpoints(folder, chosen)):
             raise ConfigError(
                 f"checkpoint.folder: the run in {folder} has its checkpoints in "
@@ -157,6 +157,11 @@ def settle_config(folder: Path, run: RunConfig) -> None:
         if faults:
             raise ConfigError(faults)
     write_json(folder / CONFIG, new.to_dict())
+
+
+def has_saved(folder: Path) -> bool:
+    """Returns whether the run's events tell of a good save."""
+    return any(event["event"] == "save" and event.get("ok") for event in read_events(folder))
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
@@ -180,10 +185,13 @@ def read_config(folder: Path) -> RunConfig:
 
 def _stored_config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / CONFIG).read_text())
+        stored = json.loads((folder / CONFIG).read_text())
+        if isinstance(stored, dict):
+            return stored
+        raise ValueError(f"it holds {type(stored).__name__}")
     except FileNotFoundError:
         raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no text, no JSON
         raise ConfigError(
             f"{folder / CONFIG} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error

@@ -59,6 +59,12 @@ def test_list_says_what_is_there_and_what_is_in_quarantine(workdir, called):
     assert "step 1, arrays 13, files" in text and "it was damaged" in text
 
 
+def test_a_workdir_may_have_a_number_for_its_name(workdir, called, tmp_path):
+    job = shutil.copytree(workdir, tmp_path / "12345")
+    _, found = called("list", job)
+    assert found["folder"] == str(job / "checkpoints") and "12345" not in str(found["steps"])
+
+
 def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(sound, called):
     code, found = called("inspect", sound)
     assert code == 0 and (found["step"], found["metadata"]) == (2, {"data": 2})

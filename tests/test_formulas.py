@@ -56,14 +56,6 @@ def test_what_fits():
     assert 70e9 * formulas.BYTES["float16"] == 140 * GB and formulas.BYTES["int4"] == 0.5
 
 
-def test_activations():
-    assert formulas.residual_bytes(1, 2048, 4096, 32) == 2 * 2048 * 4096 * 32 * 2
-    per_element = formulas.saved_bytes(1, 1, 1, 4, 1)
-    assert per_element == 34  # Korthikanti et al. 2022 have 34 without attention's scores
-    assert formulas.saved_bytes(8, 64, 32, 128, 4, tensor=2) == 34 * 8 * 64 * 32 * 4 / 2
-    assert formulas.logits_bytes(1, 8192, 128_256) == pytest.approx(4.2 * GB, rel=0.01)
-
-
 def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
     assert formulas.ring_time("all-reduce", 8 * GB, 8, 10 * GB) == pytest.approx(2 * 7 / 8 * 0.8)
     small, large = (formulas.ring_time("all-reduce", GB, n, GB) for n in (64, 1024))
@@ -76,14 +68,15 @@ def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
 
 
 def test_data_parallel_volume():
-    volume = formulas.data_parallel_bytes(175e9, 1024)
+    volume = formulas.wire_bytes("all-reduce", 4 * 175e9, 1024)
     assert volume == pytest.approx(1.4e12, rel=0.002)
     assert volume / (25 * GB) == pytest.approx(55, rel=0.03)  # seconds
 
 
 def test_tensor_parallel_volume():
-    assert formulas.pipeline_bytes(4, 2048, 8192) == pytest.approx(134 * MB, rel=0.002)  # one all-reduce
-    payload = formulas.tensor_parallel_payload(4, 2048, 8192, 96)
+    stream = 4 * 2048 * 8192 * 2  # bytes of the residual stream, bfloat16
+    assert stream == pytest.approx(134 * MB, rel=0.002)
+    payload = 4 * 96 * stream  # two all-reduces of it in a layer's forward pass, two in its backward pass
     assert payload == pytest.approx(51.5 * GB, rel=0.002)
     h100 = hardware.FAMILIES["h100"]
     assert payload / h100.link_bytes_per_s == pytest.approx(0.11, rel=0.05)
@@ -92,7 +85,6 @@ def test_tensor_parallel_volume():
 
 
 def test_pipeline_volume_and_bubble():
-    assert formulas.pipeline_bytes(1, 2048, 8192) == pytest.approx(33.5 * MB, rel=0.002)
     bubbles = {(4, 1): 0.75, (4, 5): 0.375, (4, 30): 0.091, (4, 12): 0.2, (8, 28): 0.2, (8, 112): 0.06}
     for (stages, microbatches), bubble in bubbles.items():
         assert bubble_fraction(stages, microbatches) == pytest.approx(bubble, abs=0.0015)
@@ -104,7 +96,7 @@ def test_pipeline_volume_and_bubble():
 def test_fsdp_volume():
     layer = 7e9 / 32
     assert layer * 2 == pytest.approx(438 * MB, rel=0.002)
-    moved = formulas.fsdp_layer_bytes(layer, 8)
+    moved = formulas.wire_bytes("all-gather", 2 * layer, 8)
     assert moved == pytest.approx(383 * MB, rel=0.002)
     nvlink, infiniband = (moved / bandwidth for bandwidth in (450 * GB, 50 * GB))
     assert nvlink == pytest.approx(0.85e-3, rel=0.01) and infiniband == pytest.approx(7.7e-3, rel=0.01)

@@ -1,11 +1,14 @@
 """Runs under `launch`: several real processes that are killed, preempted and resized, and end the same."""
 
 import contextlib
+import errno
 import json
 import os
+import pwd
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,11 +32,11 @@ from launched import (
     start,
     wait_for_step,
 )
-from test_train import TINY, command, every_loss, last_step, losses
+from test_train import TINY, command, environment, every_loss, last_step, losses
 
-from jaxdist import launch, train
+from jaxdist import launch, machine, train
 from jaxdist.checkpoint.folder import list_steps
-from jaxdist.resilience import progress
+from jaxdist.resilience import progress, supervisor
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,18 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path):
     assert (resized["devices_before"], resized["devices"], resized["accumulation"]) == (4, 2, 2)
     assert json.loads((workdir / "config.json").read_text())["batch"]["accumulation"] == 1
     assert losses(workdir) == pytest.approx(reference, rel=1e-5) and len(reference) == STEPS
+
+
+def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
+    """Each would save its part where the others never look: nothing could be restored."""
+    apart_ = 'mkdir -p $JAXDIST_PROCESS_ID; cd $JAXDIST_PROCESS_ID; exec "$@"'
+    own = [sys.executable, "-m", "jaxdist.launch", "--processes", "2", "--devices-per-process", "1", "--"]
+    done = subprocess.run(
+        [*own, "bash", "-c", apart_, "-", *command(Path("run"), mesh__fsdp=2)], cwd=tmp_path,
+        env=environment(1), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 78, done.stdout[-2000:]
+    assert "process 1 differs" in done.stdout and "all need the same folder" in done.stdout
 
 
 FOUR = {"devices": 1, "batch__global_size": 12, "mesh__fsdp": 1}
@@ -300,6 +315,39 @@ def test_faults_have_one_line_and_exit_code_78(capsys, tmp_path):
     assert launch.main(["--", "/no/such/command"]) == 78
     assert "/no/such/command" in capsys.readouterr().err
     assert launch.main(["--", str(tmp_path)]) == 78 and "Permission denied" in capsys.readouterr().err
+    assert launch.main(["--", "/etc/passwd/x"]) == 78 and "Not a directory" in capsys.readouterr().err
+    (bare := tmp_path / "script").write_text("echo no interpreter is named")
+    bare.chmod(0o755)
+    assert launch.main(["--", str(bare)]) == 78 and "Exec format error" in capsys.readouterr().err
+    for wrong in ("nan", "inf", "-1"):
+        assert launch.main([f"--grace-seconds={wrong}", "--", "true"]) == 78
+        assert f"--grace-seconds {wrong}: must be a finite number >= 0" in capsys.readouterr().err
+
+
+def test_a_machine_that_has_no_room_for_a_process_ends_with_70(monkeypatch, capsys):
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert launch.main(["--", "true"]) == 70
+    assert capsys.readouterr().err.endswith("Resource temporarily unavailable\n")
+
+
+def test_preflight_goes_on_with_fewer_too(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(supervisor, "_WAIT_S", 0.1)
+    monkeypatch.setattr(launch, "_PREFLIGHT", ["echo", "measured"])
+    (capacity := tmp_path / "capacity").write_text("1")
+    flags = ["--processes", "2", "--capacity-file", str(capacity), "--preflight", "--", "echo", "trained"]
+    assert launch.main(["--min-processes", "1", *flags]) == 0
+    assert capfd.readouterr().out.splitlines() == ["[0] measured", "[0] trained"]
+    assert launch.main(flags) == 70 and not capfd.readouterr().out
+
+
+def test_without_a_home_compiled_programs_are_not_kept(monkeypatch):
+    assert machine.compile_cache_folder({}) is not None
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as for a container's user
+    assert machine.compile_cache_folder({}) is None
 
 
 def test_train_and_launch_agree_on_the_default_workdir():

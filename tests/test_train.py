@@ -165,7 +165,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(straight):
 def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     workdir = tmp_path / "interrupted"
     process = subprocess.Popen(
-        command(workdir, checkpoint__every_steps=0, checkpoint__save_at_end=False),
+        command(workdir, checkpoint__every_steps=0, checkpoint__save_at_end=False, train__eval_every=1000),
         env=environment(1),
         stdout=subprocess.PIPE,
         text=True,
@@ -177,7 +177,8 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     assert process.returncode == 75 and "saved; run again to go on" in said
     (saved,) = list_steps(workdir / "checkpoints")
     assert 20 <= saved < 60
-    assert [e["event"] for e in read_events(workdir)][-1] == "preempted"
+    names = [e["event"] for e in read_events(workdir)]
+    assert names[-1] == "preempted" and "evaluate" not in names  # there may be no time for it
     train(workdir, checkpoint__every_steps=0)
     assert losses(workdir) == losses(straight) and same_state(workdir, straight)
 
@@ -190,7 +191,19 @@ def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_pat
     before = (workdir / "metrics.jsonl").read_bytes()
     done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
     assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[-2000:]
+    shutil.rmtree(workdir / "checkpoints")  # or a disk that is not mounted
+    done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
+    assert done.returncode == 77 and "is it mounted?" in done.stderr, done.stderr[-2000:]
     assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
+    with open("/dev/full", "w") as full:
+        changes = {"train__steps": 5, "model__num_layers": 1, "checkpoint__every_steps": 0}
+        done = subprocess.run(
+            command(tmp_path, **changes), env=environment(1), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0 and last_step(tmp_path) == 5, done.stderr[-2000:]
 
 
 def test_changed_data_is_refused_on_resume(tmp_path):

@@ -1,6 +1,7 @@
 """`jaxdist train` from outside: every bad input gets a line with its cure and exit code 78."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -46,6 +47,22 @@ def finished(tmp_path_factory, corpus):
     assert train.main(arguments) == 0
     assert (folder / "checkpoints" / "2").is_dir()
     return folder, arguments
+
+
+@pytest.mark.parametrize("content", [b"{\xff}", b"[]", b"null", b'{"seed": '])
+@pytest.mark.parametrize("name", ["config.json", "skipped.json"])
+def test_a_damaged_file_is_one_fault(finished, tmp_path, capsys, name, content):
+    folder, arguments = finished
+    workdir = shutil.copytree(folder, tmp_path / "run")
+    (workdir / name).write_bytes(content)
+    again = [str(workdir) if word == str(folder) else word for word in arguments]
+    (fault,) = refused(capsys, *again)
+    assert f"{workdir / name} is damaged" in fault
+
+
+def test_a_workdir_is_a_local_folder(capsys):
+    (fault,) = refused(capsys, "--config", "quickstart", "--workdir", "gs://bucket/run")
+    assert "--workdir gs://bucket/run: must be a local folder; checkpoint.folder takes gs://" in fault
 
 
 # --- faults of keys and values --------------------------------------------------------------------

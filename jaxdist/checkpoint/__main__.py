@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = _parser().parse_args(argv)
         found, code = _ACTIONS[flags.action](flags)
-    except (config.ConfigError, MissingExtra, CheckpointError, OSError, json.JSONDecodeError) as error:
+    except (config.ConfigError, MissingExtra, CheckpointError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return config.EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
     print(json.dumps(found, indent=1) if flags.json else "\n".join(_lines(found)))
@@ -54,12 +54,12 @@ def _located(text: str) -> tuple[Path, int | None]:
     path = folders.as_path(text)
     if not path.exists():
         raise config.ConfigError(f"{text}: there is no such folder")
-    if path.name.isdecimal():
-        return path.parent, int(path.name)
     if (path / "config.json").exists():  # a workdir
-        chosen = json.loads((path / "config.json").read_text()).get("checkpoint", {}).get("folder")
+        chosen = dict(json.loads((path / "config.json").read_text())).get("checkpoint", {}).get("folder")
         return (folders.as_path(chosen) if chosen else path / "checkpoints"), None
-    return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints", None
+    return (path.parent, int(path.name)) if path.name.isdecimal() else (path, None)
 
 
 def _one(text: str) -> tuple[Path, int]:

@@ -113,6 +113,10 @@ class CheckpointStore:
         except OSError as error:
             raise _wrap(f"{self.folder} cannot be written", error) from error
 
+    def owner(self) -> str | None:
+        """Returns the identity of the run whose folder this process sees; None if it sees none."""
+        return integrity.identity(self.folder, create=False)
+
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as they are on disk now."""
         return folders.list_steps(self.folder)

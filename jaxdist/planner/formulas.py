@@ -59,32 +59,6 @@ def state_bytes(num_parameters: float, policy: Policy, *, shards: int = 1, zero:
     return num_parameters * (weights + gradients + optimizer)
 
 
-def residual_bytes(
-    batch: float, sequence: int, d_model: int, num_layers: int, dtype: str = "bfloat16"
-) -> float:
-    """Returns the activations that a layer hands to the next, two per layer: the least that is saved.
-
-    The rule of thumb 2 * batch * sequence * hidden * layers * bytes; prop. to each of them.
-    """
-    return 2 * batch * sequence * d_model * num_layers * BYTES[dtype]
-
-
-def saved_bytes(
-    batch: float, sequence: int, d_model: int, d_ff: int, num_layers: int, tensor: int = 1
-) -> float:
-    """Returns bfloat16 activations saved without rematerialisation and with flash attention.
-
-    Megatron-LM's theoretical_memory_usage.py: (18 + 4 d_ff / d_model) bytes for each element of the residual
-    stream and layer, split over `tensor` with sequence parallelism.
-    """
-    return batch * sequence * d_model * num_layers * (18 + 4 * d_ff / d_model) / tensor
-
-
-def logits_bytes(batch: float, sequence: int, vocab_size: int, dtype: str = "float32") -> float:
-    """Returns the logits of a batch; their gradient takes as much again."""
-    return batch * sequence * vocab_size * BYTES[dtype]
-
-
 # --- Communication -------------------------------------------------------------------------------
 
 
@@ -105,35 +79,6 @@ def ring_time(
     """Returns seconds: the bandwidth term is nearly constant in the members, latency grows with them."""
     hops = {"all-reduce": 2 * (members - 1), "collective-permute": min(1, members - 1)}
     return wire_bytes(kind, payload, members) / bytes_per_s + hops.get(kind, members - 1) * latency_s
-
-
-def data_parallel_bytes(num_parameters: float, replicas: int, dtype: str = "float32") -> float:
-    """Returns what each replica sends per step to average gradients."""
-    return wire_bytes("all-reduce", num_parameters * BYTES[dtype], replicas)
-
-
-def tensor_parallel_payload(
-    batch: float, sequence: int, d_model: int, num_layers: int, dtype: str = "bfloat16"
-) -> float:
-    """Returns the bytes all-reduced per step by tensor parallelism.
-
-    Two all-reduces of the residual stream in a layer's forward pass, after attention and after the MLP, two
-    in its backward pass (Shoeybi et al. 2019, Megatron-LM).
-    """
-    return 4 * num_layers * batch * sequence * d_model * BYTES[dtype]
-
-
-def pipeline_bytes(microbatch: float, sequence: int, d_model: int, dtype: str = "bfloat16") -> float:
-    """Returns what crosses one stage boundary for one microbatch, in one direction."""
-    return microbatch * sequence * d_model * BYTES[dtype]
-
-
-def fsdp_layer_bytes(layer_parameters: float, shards: int, dtype: str = "bfloat16") -> float:
-    """Returns what each device sends to gather one layer's weights once.
-
-    Per step a layer is gathered in the forward and in the backward pass, and its gradients reduce-scattered.
-    """
-    return wire_bytes("all-gather", layer_parameters * BYTES[dtype], shards)
 
 
 # --- Schedule ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ plain lines are printed there instead. The loop only stores numbers here; a thre
 `REFRESH_PER_S` times a second, so a step costs about a microsecond.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self._title:
-            self._console.print(self._title, style="bold", markup=False, highlight=False)
+            self.note(self._title)
         if self._console.is_terminal and not self._console.quiet:
             self._live = Live(
                 get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S
@@ -116,8 +117,9 @@ class Display:
         self.note("  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)]))
 
     def note(self, text: str) -> None:
-        """Prints one line (above the live block)."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Prints one line (above the live block); a log's full disk does not stop the run."""
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _eta_text(self) -> str:
         """Returns when the run ends: by the speed of the last row, or by the time limit."""
