@@ -139,6 +139,25 @@ def test_permutes_send_their_bytes_once_along_the_axis_of_their_pairs():
     assert found.asynchronous and found.ends - found.begins == 2
 
 
+def test_a_computation_of_another_thread_ends_where_it_ends():
+    text = """HloModule m
+
+%a () -> f32[] {
+  ROOT %x = f32[] constant(1)
+}, execution_thread="sparsecore"
+
+%b () -> f32[] {
+  ROOT %y = f32[] constant(1)
+}
+
+ENTRY %main () -> f32[] {
+  ROOT %z = f32[] fusion(), kind=kLoop, calls=%b
+}
+"""
+    module = hlo.parse(text)
+    assert sorted(module.computations) == ["a", "b", "main"] and module.entry == "main"
+
+
 def test_a_call_on_the_sparse_core_is_asynchronous():
     body = """  %s = (f32[8,128]) call-start(%x), async_execution_thread="sparsecore", calls=%offload
   %u = (f32[8,128]) call-update(%s)

@@ -15,7 +15,7 @@ import pytest
 from jaxdist import command_line, loop, plan, recipe, train
 from jaxdist.config import ConfigError
 from jaxdist.extras import MissingExtra
-from jaxdist.planner import compiler, targets
+from jaxdist.planner import compiler, show, targets
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
 from jaxdist.planner.plan import make_plan, outline
 
@@ -85,6 +85,11 @@ def test_json_has_the_contract(tpu_plan):
     assert not set("kind axis bytes count asynchronous link".split()) - set(found["collectives"][0])
     assert {type(one["link"]) for one in found["collectives"]} == {str}
     assert found["versions"]["jax"] == jax.__version__ and found["target"] == "v5e:2x2"
+    assert "MFU causal" in show.as_text(found)
+    unknown = found | {
+        "time": found["time"] | dict.fromkeys(("mfu_causal", "mfu_full", "hfu"))
+    }  # as for float32
+    assert "MFU unknown" in show.as_text(unknown)
 
 
 @needs_libtpu

@@ -196,8 +196,14 @@ def _summed_in_shards(
 
     def local(x, dy):
         total = product(x, dy)
+        # libtpu 0.0.50.1 does not compile a reduce-scatter of [1, 128, d] along d in shards of part
+        # lanes ("AllReduceScatterFusion not implemented for 2nd-minor compaction"): one head a device.
+        ones = [i for i, size in enumerate(total.shape) if size == 1 and i not in shards]
+        total = jax.lax.squeeze(total, ones)
         for dim in shards:
-            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=dim, tiled=True)
+            at = dim - sum(one < dim for one in ones)
+            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=at, tiled=True)
+        total = jax.lax.expand_dims(total, ones)
         rest = [axis for axis in axes if not (shards and axis == "fsdp")]
         return jax.lax.psum(total, rest) if rest else total
 

@@ -199,8 +199,9 @@ def _time(plan: Json) -> Iterator[RenderableType]:
             table.add_row(name, time_text(seconds), percent_text(share), _bar(share))
     yield table
     shares = {"MFU causal": time["mfu_causal"], "MFU full": time["mfu_full"], "HFU": time["hfu"]}
-    speeds = ", ".join(f"{name} {percent_text(share)}" for name, share in shares.items())
-    yield Text(f"{speeds}; {count_text(time['tokens_per_s_per_chip'], 4)} tokens/s a chip")
+    known = ", ".join(f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None)
+    known = known or "MFU unknown: no peak is published for this dtype"
+    yield Text(f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} tokens/s a chip")
     if time["hidden_s"] or time["uncovered_s"]:
         yield Text(
             f"communication behind compute: {time_text(time['hidden_s'])} covered, "

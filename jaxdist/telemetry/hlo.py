@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_END = re.compile(r'^\}(, execution_thread="[^"]*")?$')  # libtpu 0.0.50.1 names the thread
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 # The first word before "(" that follows a space: types hold "(" only after ":" or ")", as in
 # f32[8,128]{1,0:T(8,128)}, or at the start of a tuple.
@@ -312,7 +313,7 @@ def parse(text: str) -> Module:
         if line[:1] == " " and current is not None and (found := _INSTRUCTION.match(line)):
             last = found.group(1)
             current[last] = Instruction(last, found.group(2))
-        elif line == "}":
+        elif _END.match(line):
             current, last = None, ""
         elif current is not None and last:
             current[last] = Instruction(last, f"{current[last].text} {line}")
