@@ -16,6 +16,7 @@ _EXPORTS = {
     "build_mesh": "jaxdist.mesh",
     "build_train_step": "jaxdist.training.step",
     "fit": "jaxdist.fitting",
+    "join": "jaxdist.resilience.preemption",
     "load_run": "jaxdist.inference",
     "run": "jaxdist.loop",
     "shard": "jaxdist.sharding",

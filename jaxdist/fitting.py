@@ -26,6 +26,7 @@ from jaxdist.mesh import MeshConfig
 from jaxdist.models import registry
 from jaxdist.optimizers import OptimizerConfig
 from jaxdist.recipe import Build, RunConfig
+from jaxdist.resilience import preemption
 from jaxdist.resume import Given, Outcome
 from jaxdist.telemetry.metrics import Rows, read_rows
 from jaxdist.training.state import describe
@@ -62,6 +63,7 @@ def fit(
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its cure.
       loop.TrainingStopped: losses stayed non-finite.
+      loop.Preempted: a signal stopped it, not a Ctrl-C to a process alone; uncaught, a script ends with 75.
     """
     build, initial = _builder(model)
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
@@ -90,6 +92,8 @@ def fit(
     stopped = outcome.stopped
     if stopped and temporary:
         stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
+    if stopped and preemption.must_leave():
+        raise preemption.Preempted(stopped)
     return Fitted(where, int(state.step), stopped, outcome, temporary)
 
 

@@ -6,6 +6,7 @@ On a machine of its own, or as the agent of a node under Slurm, Kubernetes or mp
 import argparse
 import contextlib
 import dataclasses
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -13,16 +14,18 @@ from pathlib import Path
 
 from jaxdist import config
 from jaxdist.config import ConfigError
+from jaxdist.resilience import EXIT_PEER_LOST
 from jaxdist.resilience.node import device_environment
 from jaxdist.resilience.scheduler import find_agents
 from jaxdist.resilience.supervisor import Options, Supervisor
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]
 _LEAST = {"processes": 1, "devices_per_process": 1, "min_processes": 1, "max_restarts": 0}
+_OF_MACHINE = {errno.EAGAIN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}  # may pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code of the run, or 78."""
+    """Runs the command; returns the exit code of the run, 78 if it cannot start, 70 if not here and now."""
     try:
         options = _options(list(sys.argv[1:] if argv is None else argv))
         agents = find_agents(os.environ)
@@ -35,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for slot in range(options.processes):  # refuses what cannot be, before anything starts
             device_environment(os.environ, slot, options.processes, options.devices_per_process)
         if options.preflight:
-            look = dataclasses.replace(options, command=_PREFLIGHT, min_processes=None, max_restarts=0)
+            look = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
             if code := Supervisor(look, agents, os.environ, say=_say).run():
                 return code
         return Supervisor(options, agents, os.environ, say=_say).run()
-    except (ConfigError, FileNotFoundError, PermissionError) as error:
+    except (ConfigError, OSError) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        return config.EXIT_CONFIG
+        return EXIT_PEER_LOST if getattr(error, "errno", None) in _OF_MACHINE else config.EXIT_CONFIG
 
 
 def _say(text: str) -> None:
@@ -67,6 +70,8 @@ def _options(argv: list[str]) -> Options:
     ]
     if flags.min_processes is not None and flags.min_processes > flags.processes:
         faults.append(f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}")
+    if not 0 <= flags.grace_seconds < float("inf"):
+        faults.append(f"--grace-seconds {flags.grace_seconds:g}: must be a finite number >= 0")
     if not command:
         faults.append("no command: write `-- python -m jaxdist.train --config NAME` after the flags")
     if faults:

@@ -22,12 +22,12 @@ from jaxdist.decoding import Generate, build_generator
 from jaxdist.evaluation import evaluate
 from jaxdist.mesh import build_mesh
 from jaxdist.recipe import RunConfig
-from jaxdist.resilience import EXIT_PREEMPTED, elastic, peers, preemption
+from jaxdist.resilience import elastic, peers, preemption
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
-from jaxdist.resilience.preemption import StopSignals
+from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.resume import Given, Outcome, Progress
-from jaxdist.telemetry.display import Display
+from jaxdist.telemetry.display import Display, speak
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.training.state import State
@@ -42,16 +42,6 @@ class TrainingStopped(RuntimeError):
     def __init__(self, message: str, reason: str):
         super().__init__(message)
         self.reason = reason  # in the event `stop`
-
-
-class Interrupted(Exception):
-    """A signal ended training early; everything is saved."""
-
-
-class Preempted(Interrupted, SystemExit):
-    """The signal was for the process: where nobody catches this, a script ends with 75."""
-
-    code = EXIT_PREEMPTED
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
@@ -81,7 +71,7 @@ def carry_out(
     preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
     lead = jax.process_index() == 0
-    say = _print if lead else lambda _: None
+    say = speak if lead else lambda _: None
     asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     build = given and given.build
     shape, rules, spec = recipe.validate(config, devices, with_data=given is None, build=build)
@@ -127,11 +117,6 @@ def carry_out(
                 )  # fmt: skip
                 state, stopped = session.train(state), session.stopped
         return Outcome(config, spec, mesh, rules, built, state, stopped)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # a log's full disk does not stop the run
-        print(text, flush=True)
 
 
 def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:

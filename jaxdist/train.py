@@ -19,6 +19,7 @@ from jaxdist.planner.plan import explain_shortage
 from jaxdist.resilience import EXIT_PREEMPTED, elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.progress import default_workdir
+from jaxdist.resilience.watchdog import Watchdog
 
 __all__ = ["default_workdir", "main"]
 
@@ -26,17 +27,19 @@ __all__ = ["default_workdir", "main"]
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = command_line.parse(_parser(), arguments)
-    if joined := machine.prepare():
-        print(joined)
     if flags.dry_run:
+        _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
             jax.config.update("jax_num_cpu_devices", emulated)
         dry_run.dry_run(config, jax.devices())
         return 0
     folder = Path(flags.workdir or default_workdir(flags.config))
-    full = elastic.full_devices(os.environ, folder, here=jax.local_device_count())
     try:
-        loop.run(config, folder, title=flags.config, full_devices=full)
+        with Watchdog(config.watchdog, folder) as watch:  # joining, and finding devices, may hang
+            _prepare()
+            here = jax.local_device_count()
+            full = machine.told(elastic.full_devices(os.environ, folder, here=here))
+            loop.run(config, folder, title=flags.config, full_devices=full, watch=watch)
     except loop.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             print(interrupted)
@@ -55,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
         return 1
     return 0
+
+
+def _prepare() -> None:
+    if joined := machine.prepare():
+        print(joined)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ import pytest
 from flax import nnx
 
 import jaxdist
+from jaxdist import loop
 from jaxdist.config import ConfigError
 from jaxdist.data.dataset import SourceError
 from jaxdist.data.given import open_given
@@ -292,6 +294,73 @@ def test_it_runs_in_a_thread_that_gets_no_signals(whole):
     thread.start()
     thread.join()
     assert losses(found[0]) == pytest.approx(losses(whole)[:4], rel=1e-5)
+
+
+def asked_to_leave(step: int) -> dict:
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return batches(step)
+
+
+def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
+    with pytest.raises(SystemExit, match="stopped after step .*, saved; run again") as left:
+        fit(asked_to_leave, folder=tmp_path / "run")
+    assert left.value.code == 75 and isinstance(left.value, loop.Interrupted)
+    assert read_events(tmp_path / "run")[-1]["event"] == "preempted"
+    assert fit(folder=tmp_path / "run").step == 8
+
+
+AT_STEP = """
+import os, signal
+def given(step):
+    if step == 100 and os.environ["JAXDIST_PROCESS_ID"] == "1":
+        FAULT
+    return dict(x=x[:64], y=y[:64])
+"""
+
+
+@pytest.fixture
+def launched_script(tmp_path):
+    """Returns what runs the docs' script in two processes, with a fault in one: its end, its seconds."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    (joined,) = [block for block in blocks if "jaxdist.join()" in block]
+    joined = joined.replace("dict(x=x, y=y)", "given")
+    assert "given, steps=200" in joined
+    flags = ["--processes", "2", "--devices-per-process", "2", "--max-restarts", "0"]
+    command = [sys.executable, "-m", "jaxdist.launch", *flags, "--", sys.executable, "script.py"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def launch(
+        fault: str = "pass", join: str = "jaxdist.join()"
+    ) -> tuple[subprocess.CompletedProcess, float]:
+        code = [blocks[0], AT_STEP.replace("FAULT", fault), joined.replace("jaxdist.join()", join)]
+        (tmp_path / "script.py").write_text("\n".join([*code, 'print("came to", run.step)']))
+        began = time.monotonic()
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False,
+        )  # fmt: skip
+        return done, time.monotonic() - began
+
+    return launch
+
+
+def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
+    done, _ = launched_script(join="pass")
+    assert "one of 2 processes of jaxdist launch, but not joined" in done.stdout
+    assert done.returncode == 1 and not (tmp_path / "runs").exists()
+    done, _ = launched_script("os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == 75 and "came to" not in done.stdout, done.stdout
+    assert "[0] devices 4\n" in done.stdout and "[1] devices 4\n" in done.stdout
+    done, _ = launched_script()
+    assert done.returncode == 0 and done.stdout.count("came to 200\n") == 2, done.stdout
+    events = read_events(tmp_path / "runs" / "joined")
+    assert [e["event"] for e in events if e["event"] in ("preempted", "restore")] == ["preempted", "restore"]
+
+
+def test_a_fault_in_one_process_does_not_wait_for_the_others(launched_script):
+    done, seconds = launched_script("raise jaxdist.ConfigError('mine')")
+    assert "mine" in done.stdout and done.returncode == 78 and seconds < 60, done.stdout
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -158,6 +158,18 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
     assert f"resumed after step {step}" in said and last_step(workdir) == 300
 
 
+def test_a_preempted_script_ends_with_75(tmp_path):
+    workdir = tmp_path / "run"
+    _, _, _, config, name, _, _, *rest = command(workdir, train__steps=100_000)
+    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace("WORKDIR", repr(str(workdir)))
+    process = subprocess.Popen([sys.executable, "-c", cell], env=environment(1))
+    while process.poll() is None and last_step(workdir) < 10:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
+    assert list_steps(workdir / "checkpoints")[-1] == last_step(workdir)
+
+
 # --- another number of devices --------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxdist.config import ConfigError
 from jaxdist.resilience import elastic, stop_signals
 from jaxdist.resilience.node import device_environment, visible_gpus
 from jaxdist.resilience.progress import Progress, default_workdir, run_folder
@@ -224,6 +225,27 @@ def test_only_sizes_with_a_legal_mesh_are_started(tmp_path):
     assert {size for _, size, *_ in starts(tmp_path)} == {"2"}
 
 
+def first_start(folder: Path, text: str, **options):
+    """Returns (exit code, what was said, sizes in their order) of a start with capacity 3 of 4."""
+    folder.mkdir()
+    (capacity := folder / "capacity").write_text("3")
+    code, said = supervise(folder, text, 4, capacity_file=capacity, **options)
+    return code, said, list(dict.fromkeys(size for _, size, *_ in starts(folder)))
+
+
+def test_a_first_start_that_is_refused_is_tried_with_fewer(tmp_path):
+    refuses = "sys.exit(78 if size == 3 else 0)"
+    code, said, sizes = first_start(tmp_path / "fewer", refuses, min_processes=1)
+    assert (code, sizes) == (0, ["3", "2"])
+    assert "3 processes could run, but ended with 78; taking 2" in said
+    code, _, sizes = first_start(tmp_path / "least", refuses, min_processes=3)
+    assert (code, sizes) == (78, ["3"])
+    code, _, sizes = first_start(tmp_path / "none", "sys.exit(78)", min_processes=1)
+    assert (code, sizes) == (78, ["3", "2", "1"])
+    code, _, sizes = first_start(tmp_path / "begun", "write_step(1); sys.exit(78)", min_processes=1)
+    assert (code, sizes) == (78, ["3"]), "after a step config.json tells what is legal"
+
+
 # --- several agents -------------------------------------------------------------------------------
 
 
@@ -271,6 +293,14 @@ def test_a_scheduler_is_detected(environ, place):
     if place[0] == "Slurm":  # all agents of a start agree on the port; the next start has another
         assert find_agents(environ | {"SLURM_PROCID": "3"}).port == found.port
         assert find_agents(environ | {"SLURM_RESTART_COUNT": "1"}).port != found.port
+
+
+@pytest.mark.parametrize(
+    "changed", [{"JAXDIST_AGENT": "5"}, {"JAXDIST_AGENT": "-1"}, {"JAXDIST_AGENTS": "0"}]
+)
+def test_an_agent_is_one_of_those_there_are(changed):
+    with pytest.raises(ConfigError, match="started by its environment: its number must be >= 0"):
+        find_agents(GIVEN | changed)
 
 
 def test_first_host_of_a_slurm_list():
@@ -344,6 +374,9 @@ def test_stop_signals_are_checked(monkeypatch):
         signal.signal(closed, before)
     with pytest.raises(ValueError, match="SIGFOO is no signal"):
         stop_signals({"JAXDIST_STOP_SIGNALS": "SIGFOO"})
+    for name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD"):
+        with pytest.raises(ConfigError, match=f"{name} is no signal that can ask"):
+            stop_signals({"JAXDIST_STOP_SIGNALS": f"SIGUSR1 {name}"})
 
 
 # --- arithmetic -----------------------------------------------------------------------------------

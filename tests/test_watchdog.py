@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_train import command, environment
 
+from jaxdist.config import EXIT_CONFIG
 from jaxdist.resilience import EXIT_HANG, watchdog, watcher
 from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.metrics import read_events, read_rows
@@ -130,11 +131,16 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
 
 
 def beats(tmp_path, me: int, *, now: float, **others) -> dict[int, watcher.Beat]:
-    """Returns whom the watcher of `me` finds guilty; beats are (phase, step, seconds past the limit)."""
+    """Returns whom the watcher of `me` finds guilty.
+
+    Beats are (phase, step, seconds past the limit); None: it has no file.
+    """
     (tmp_path / ".beats").mkdir()
     mine = None
-    for name, (phase, step, late) in others.items():
-        number = int(name[1:])
+    for name, place in others.items():
+        if place is None:
+            continue
+        number, (phase, step, late) = int(name[1:]), place
         beat = watcher.Beat(watcher.PHASES.index(phase), step, step - 1, 0, now - 100, now - late)
         if number == me:
             mine = beat
@@ -155,6 +161,12 @@ def beats(tmp_path, me: int, *, now: float, **others) -> dict[int, watcher.Beat]
         (0, [], {"p0": ("step", 9, 9), "p1": ("save", 6, -60)}),  # a slow but legal save
         (0, [0], {"p0": ("save", 6, 1), "p1": ("save", 6, 1)}),  # level: each speaks
         (2, [], {"p0": ("step", 9, 5), "p1": ("data", 9, 1), "p2": ("step", 9, 5)}),
+        (0, [1], {"p0": ("start", 0, 9), "p1": ("start", -1, 9)}),  # stuck before the others' first words
+        (0, [1], {"p0": ("start", -1, 9), "p1": None}),  # has not come so far as to beat
+        (0, [], {"p0": ("start", -1, 1), "p1": None}),  # ... it may yet
+        (0, [1], {"p0": ("start", 0, 9), "p1": None, "p2": ("start", 0, 9)}),
+        (0, [], {"p0": ("start", 0, 9), "p1": None, "p2": ("start", 0, -60)}),
+        (0, [0], {"p0": ("end", 9, 9), "p1": None}),  # has ended
     ],
 )
 def test_the_one_behind_is_named(tmp_path, me, guilty, places):
@@ -173,6 +185,8 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path):
 
 
 # --- a run ----------------------------------------------------------------------------------------
+
+AGENT = [sys.executable, "-m", "jaxdist.launch", "--processes", "2", "--devices-per-process", "1", "--"]
 
 # Training whose process GUILTY hangs in the read of batch 5 at the first start, and is slow at the second.
 FAULTY = (
@@ -204,9 +218,8 @@ def launch(workdir: Path, body: str, *, process: int) -> subprocess.CompletedPro
     """Returns what `launch` ended with, for a run that hangs once."""
     code = FAULTY.replace("BODY", body).replace("GUILTY", str(process))
     limits = {"watchdog__data_s": 6, "watchdog__step_s": 6, "watchdog__save_s": 6, "watchdog__compile_s": 300}
-    _, _, _, *flags = command(workdir, train__steps=12, checkpoint__every_steps=4, **limits)
-    agent = [sys.executable, "-m", "jaxdist.launch", "--processes", "2", "--devices-per-process", "1", "--"]
-    whole = [*agent, sys.executable, "-c", code, *flags]
+    _, _, _, *flags = command(workdir, train__steps=24, checkpoint__every_steps=4, **limits)
+    whole = [*AGENT, sys.executable, "-c", code, *flags]
     return subprocess.run(whole, env=environment(1), capture_output=True, text=True)
 
 
@@ -224,7 +237,7 @@ def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
     lost = [event for event in events if event["event"] == "peer_lost"]
     assert [(e["process"], e["exit_code"]) for e in lost] == [(process, EXIT_HANG)]
     rows = read_rows(workdir).train
-    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows] == list(range(1, 25))
     assert {row["slowest_process"] for row in rows[-3:]} == {process}
     assert {e["process"] for e in events if e["event"] == "straggler"} == {process}
     assert not (workdir / ".beats").exists()
@@ -267,6 +280,58 @@ def test_of_processes_that_are_level_the_one_that_does_not_wait_is_told_apart(tm
     assert 0 not in hangs or hangs[0]["waits_for_others"]
     lost = [event for event in events if event["event"] == "peer_lost"]
     assert [(e["process"], e["exit_code"]) for e in lost] == [(1, EXIT_HANG)]
+
+
+# Training whose process 1, or the lone one, never finds its devices at the first start.
+EARLY = (
+    HEAD
+    + """
+import runpy, jax
+from pathlib import Path
+mark = Path(sys.argv[sys.argv.index("--workdir") + 1] + ".hung")
+def the_culprit():
+    mark.touch()
+    time.sleep(1000)
+if os.environ.get("JAXDIST_PROCESS_ID", "1") == "1" and not mark.exists():
+    jax.local_device_count = the_culprit
+runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
+"""
+)
+
+
+def early(workdir: Path, *agent: str, **changes) -> subprocess.CompletedProcess:
+    _, _, _, *flags = command(workdir, train__steps=6, **changes)
+    whole = [*agent, sys.executable, "-c", EARLY, *flags]
+    return subprocess.run(whole, env=environment(1), capture_output=True, text=True, timeout=180)
+
+
+def test_a_process_that_never_finds_its_devices_ends_with_76(tmp_path):
+    done = early(tmp_path / "run", watchdog__start_s=LIMIT_S)
+    assert done.returncode == EXIT_HANG, (done.returncode, done.stderr[-2000:])
+    (event,) = read_events(tmp_path / "run")
+    assert event["event"] == "hang" and event["phase"] == "start" and "the_culprit" in event["stacks"]
+    assert event["at_step"] == 0 and LIMIT_S <= event["waited_s"] and not event["waits_for_others"]
+
+
+def test_the_watch_leaves_no_folder_where_the_config_is_refused(tmp_path):
+    (tmp_path / "run.hung").touch()
+    done = early(tmp_path / "run", *AGENT, batch__global_size=7)
+    assert done.returncode == EXIT_CONFIG and "global_size" in done.stdout, done.stdout[-2000:]
+    done = early(tmp_path / "run", watchdog__start_s=-1)  # nor does it end it first
+    assert done.returncode == EXIT_CONFIG and "watchdog.start_s=-1" in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_of_a_run_whose_process_never_finds_its_devices_that_is_named_and_it_begins_again(tmp_path):
+    done = early(tmp_path / "run", *AGENT, watchdog__start_s=15)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    events = read_events(tmp_path / "run")
+    (hang,) = [event for event in events if event["event"] == "hang"]
+    assert (hang["process"], hang["phase"]) == (1, "start") and "the_culprit" in hang["stacks"]
+    lost = [event for event in events if event["event"] == "peer_lost"]
+    assert [(e["process"], e["exit_code"]) for e in lost] == [(1, EXIT_HANG)]
+    assert [row["step"] for row in read_rows(tmp_path / "run").train] == list(range(1, 7))
 
 
 # --- peers ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
 EXIT_HANG = 76  # killed by the watchdog; 77 and 78 are in jaxdist.config
 
+_DEAF = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # no handler may take two; the agent has the third
 STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"  # variable: more signals that ask to stop, e.g. SIGUSR1,SIGUSR2
 
 
@@ -18,12 +19,12 @@ def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
     SIGHUP (a closed terminal) only where it is not ignored, as `nohup` has it.
 
     Raises:
-      ConfigError: a name is no signal's.
+      ConfigError: a name is no signal's, or that of one which cannot ask.
     """
     names = environ.get(STOP_SIGNALS, "").replace(",", " ").split()
-    wrong = [name for name in names if name not in signal.Signals.__members__]
+    wrong = [name for name in names if signal.Signals.__members__.get(name) in (None, *_DEAF)]
     if wrong:
-        raise ConfigError(f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal; write e.g. SIGUSR1")
+        raise ConfigError(f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal that can ask; write e.g. SIGUSR1")
     deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     usual = [signal.SIGINT, signal.SIGTERM, *([] if deaf else [signal.SIGHUP])]
     return list(dict.fromkeys([*usual, *(signal.Signals[name] for name in names)]))

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jaxdist import machine
-from jaxdist.config import EXIT_NO_CHECKPOINT
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
@@ -32,6 +32,16 @@ _BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy 
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo", "nccl", "coordination service", "coordinationservice", "closed by peer", "reset by peer",
 )  # fmt: skip
+
+
+class Interrupted(Exception):
+    """A signal ended training early; everything is saved."""
+
+
+class Preempted(Interrupted, SystemExit):
+    """The signal was for the process: where nobody catches this, a script ends with 75."""
+
+    code = EXIT_PREEMPTED
 
 
 class StopSignals:
@@ -52,6 +62,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        global _to_leave
+        _to_leave = self._notes is not None
         if self._notes is not None:
             # Compilers differ by minutes in their time, the first collective waits half of one.
             self._notes.wait_at_barrier(f"{self._name}/ready", _READY_MS)
@@ -68,7 +80,8 @@ class StopSignals:
             _leave_if_peer_lost(error)
         for number, handler in self._before.items():
             if handler is not None:  # None: C code's, which Python cannot put back
-                signal.signal(number, _after(number) if handler is _before_the_run else handler)
+                over = handler is _before_the_run and (self.asked or not _script)
+                signal.signal(number, _after(number) if over else handler)
         self._left.set()
         if self._notes is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -83,6 +96,8 @@ class StopSignals:
         return self.asked
 
     def _ask(self, number: int, frame: Any) -> None:
+        global _to_leave
+        _to_leave = _to_leave or number != signal.SIGINT
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -126,7 +141,9 @@ class StopSignals:
 
 # --- a process of its own -------------------------------------------------------------------------
 
-_owned = False  # whether this process is ours to end: a command's, not a notebook's or a library's
+_owned = False  # whether this process is ours to end: a command's or a joined script's, not a notebook's
+_script = False  # whether it may go on after a run, with another
+_to_leave = False  # whether a stop of the last run is one of the process
 
 
 @contextlib.contextmanager
@@ -151,16 +168,54 @@ def own_process() -> Iterator[None]:
             _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        _leave_if_peer_lost(error)
         if machine.notes() is not None:
-            traceback.print_exc()
-        _leave_group(1)
+            _fail(error)
         raise
+
+
+def join() -> str | None:
+    """Joins the processes that `jaxdist launch` or a scheduler started; returns lines that say so, or None.
+
+    A script calls it first of all, before anything asks jax for devices; alone, it may stay. In a group the
+    process is ours from then on, as a command's is: a signal outside of a run ends it with 75, a failure
+    at once and not after a wait for the others, a ConfigError with 78.
+
+    Raises:
+      ConfigError: a scheduler was detected, but not its group.
+    """
+    global _owned, _script
+    said = machine.prepare() if machine.notes() is None else None
+    if machine.notes() is not None and not _owned:
+        _owned = _script = True
+        _listen()
+        sys.excepthook = lambda _, error, __: _fail(error)
+    return said
+
+
+def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
+    if machine.notes() is None and machine.detect_launcher(environ) == machine.LAUNCH:
+        raise ConfigError(
+            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {machine.LAUNCH}, but not joined to "
+            f"the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
+        )
+
+
+def must_leave() -> bool:
+    """Returns whether the last stop was for the process; only a Ctrl-C to one alone gives control back."""
+    return _to_leave
 
 
 def owns_process() -> bool:
     """Returns whether the process is a command's, and so ours to end."""
     return _owned
+
+
+def _fail(error: BaseException) -> None:
+    """Ends a process of a group for what nobody caught."""
+    _leave_if_peer_lost(error)
+    traceback.print_exception(error)
+    _leave(EXIT_CONFIG if isinstance(error, ConfigError) else 1)
 
 
 def _leave_if_peer_lost(error: BaseException) -> None:

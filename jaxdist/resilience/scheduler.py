@@ -34,10 +34,13 @@ def find_agents(environ: Mapping[str, str]) -> Agents:
     """Returns this agent's place among those that a scheduler started; Agents() if it is alone.
 
     Raises:
-      ConfigError: there are several, but it is not known where the first is.
+      ConfigError: there are several, but it is not known where the first is; its number is none of theirs.
     """
     for find in (_given, _slurm, _open_mpi, _kubernetes, _tpu):
-        if (found := find(environ)) is not None and found.number > 1:
+        found = find(environ) or Agents()
+        if not 0 <= found.index < found.number:
+            raise ConfigError(f"{found}: its number must be >= 0, and less than how many there are")
+        if found.number > 1:
             return found
     return Agents()
 

@@ -66,6 +66,7 @@ class Supervisor:
         self.say, self.clock = say, clock
         self.progress = Progress(run_folder(options.command))
         self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
+        self._refused: set[int] = set()  # sizes of which the command itself said that they cannot be
         self.asked = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
         self._failures: list[str] = []  # since the last progress
         self._last_slot: int | None = None  # which was lost last
@@ -91,7 +92,7 @@ class Supervisor:
                 code = self._verdict(early, codes, moved)
                 if code is None:
                     code = self._after_loss(gang, early, moved)
-                if code is not None:
+                if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
                     return code
 
     # --- one gang ---------------------------------------------------------------------------------
@@ -211,10 +212,11 @@ class Supervisor:
         told = None
         while not self.asked:
             there = self._capacity()
-            size = next((n for n in range(there, 0, -1) if self._is_legal(n)), 0)
+            size = next((n for n in range(there, 0, -1) if n not in self._refused and self._is_legal(n)), 0)
             if size >= (1 if self.agents.number > 1 else least):
                 if size < there:
-                    self.say(f"{there} processes could run, but no legal mesh has them; taking {size}")
+                    why = "ended with 78" if there in self._refused else "no legal mesh has them"
+                    self.say(f"{there} processes could run, but {why}; taking {size}")
                 return size
             if self.clock() > until:
                 self.say(f"stopping: no {least} processes for {_WAIT_S:.0f} s")
@@ -247,6 +249,15 @@ class Supervisor:
             return True
         full = self.options.processes * each
         return elastic.fit_config(config, devices=size * each, full_devices=full) is not None
+
+    def _fewer_may_do(self, size: int) -> bool:
+        """Books a size that ended with 78; returns whether to try a smaller one.
+
+        Only of a reduced start before the first step, when no file tells yet which sizes are legal.
+        """
+        self._refused.add(size)
+        least = self.options.min_processes or self.options.processes
+        return least < size < self.options.processes and self.progress.newest() == 0
 
     # --- signals ----------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ and a loop in C are seen, too. Only a process of ours (a command) is watched, ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
-import itertools
 import json
 import math
 import mmap
@@ -19,22 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import jax
-
 import jaxdist
-from jaxdist import machine
+from jaxdist.config import ConfigError
 from jaxdist.resilience import EXIT_HANG, preemption, watcher
+from jaxdist.resilience.scheduler import Agents, find_agents
 
 _STEPS = 31  # whose times make the median
 _TIDY_S = 5  # for the watcher to end
-_TELL_MS = 120_000  # for the first process to name the group
 
 Item = TypeVar("Item")
 
@@ -65,15 +62,14 @@ def faults(config: WatchdogConfig) -> list[str]:
 class Watchdog:
     """Watches this process while entered. `at` costs some microseconds."""
 
-    _numbers = itertools.count()  # the same on all processes
-
     def __init__(self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None):
         """Args:
         folder: the workdir, for events and for what watchers tell each other.
         enabled: by default whether the process is a command's.
         """
         self._config, self._folder = config, folder
-        self._enabled = preemption.owns_process() if enabled is None else enabled
+        wanted = preemption.owns_process() if enabled is None else enabled
+        self._enabled = wanted and not faults(config)  # which are said when all of the config is checked
         self._times: deque[float] = deque(maxlen=_STEPS)  # seconds between the last steps
         self._last_step = self._slow_s = 0.0
         self._memory: Any = None
@@ -82,7 +78,6 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._enabled:
             self._start()
-            self.at("start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,7 +96,7 @@ class Watchdog:
         """Says what begins now; `watcher.PHASES` has the names.
 
         Args:
-          step: the one that it is for.
+          step: the one that it is for; below 0: before this process has all that it needs to begin.
           done: updates known to be finished.
           sample: first global sample index of the step's batch.
           limit_s: instead of the phase's; 0: none.
@@ -156,15 +151,14 @@ class Watchdog:
         memory, dump = _memory_file(), _memory_file()
         memory.truncate(mmap.PAGESIZE)
         self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
-        self.at("start")
+        self.at("start", -1)
         faulthandler.register(watcher.DUMP_SIGNAL, file=dump, all_threads=True)
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
-        told = {
-            "pid": os.getpid(), "process": jax.process_index(), "processes": jax.process_count(),
-            "folder": str(self._folder.absolute()), "group": self._group(), "life": life,
+        told: dict[str, Any] = {
+            "pid": os.getpid(), "folder": str(self._folder.absolute()), "life": life,
             "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe(),
-        }  # fmt: skip
+        } | _membership(os.environ)  # fmt: skip
         root = str(Path(jaxdist.__file__).parent.parent)
         self._watcher = subprocess.Popen(
             [sys.executable, "-S", "-s", watcher.__file__, json.dumps(told)], stdin=subprocess.DEVNULL,
@@ -173,14 +167,16 @@ class Watchdog:
         )  # fmt: skip
         os.close(life)
 
-    def _group(self) -> str:
-        """Returns a name that only this start's processes have."""
-        notes, name = machine.notes(), f"jaxdist/watchdog/{next(self._numbers)}"
-        if notes is None:
-            return ""
-        if jax.process_index() == 0:
-            notes.key_value_set(name, uuid.uuid4().hex)
-        return notes.blocking_key_value_get(name, _TELL_MS)
+
+def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns this process's number, how many there are, and a name of their start, before jax is asked."""
+    if group := environ.get("JAXDIST_COORDINATOR"):
+        number, processes = int(environ["JAXDIST_PROCESS_ID"]), int(environ["JAXDIST_NUM_PROCESSES"])
+        return {"process": number, "processes": processes, "group": group}
+    agents = Agents()
+    with contextlib.suppress(ConfigError):  # it is not known: each process has only its own limits
+        agents = find_agents(environ)
+    return {"process": agents.index, "processes": agents.number, "group": f"{agents.host}:{agents.port}"}
 
 
 def _memory_file() -> IO[bytes]:

@@ -30,7 +30,9 @@ _BEAT = struct.Struct("=qqqqdd")
 _POLL_S = 0.25
 _PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
 _GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
-_COLLECTIVE = "multihost_utils.py"  # in the stacks of a process that waits for others, outside a step
+# In the stack of a process that waits for others outside a step: a collective, joining, their devices.
+_WAITS = ("multihost", "/distributed.py", "xla_bridge.py", "peers.py")
+_RESULT = "jax/_src/array.py"  # of a process that waits for a step's result: its own devices, or the others
 _LEVEL_S = 1.0  # for those that are level to speak, before the end of this one ends them
 _DUMP_S, _PRINT_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
 _ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
@@ -40,7 +42,7 @@ class Beat(NamedTuple):
     """Where a process is, and how long it may stay there. Seconds are of the monotonic clock."""
 
     phase: int  # of PHASES
-    at_step: int  # the step it works on
+    at_step: int  # the step it works on; below 0: others may not have begun
     done: int  # updates known to be finished
     sample: int  # first global sample index of the step's batch
     since: float
@@ -53,6 +55,9 @@ class Beat(NamedTuple):
     def place(self) -> tuple[int, int]:
         """How far it is, to compare processes."""
         return self.at_step, self.phase
+
+
+_ABSENT = Beat(0, -2, 0, 0, 0.0, 0.0)  # of a process that has not come so far as to beat
 
 
 def _read(memory: int) -> Beat:
@@ -118,6 +123,8 @@ class Watcher:
         """Tells the other watchers where this process is; once a second, and if it has moved."""
         if self.processes == 1 or now - self._published < _PUBLISH_S + self.processes / 64:
             return
+        if beat.at_step < 0 and now < (beat.since + beat.deadline) / 2 and not self.folder.is_dir():
+            return  # the config may be refused yet, which leaves no folder
         row = beat._asdict() | {"group": self.group, "process": self.process}
         row |= {"deadline": time.time() + beat.deadline + self._allowance - now}
         row["deadline"] = round(row["deadline"], 1)
@@ -147,6 +154,8 @@ class Watcher:
         if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
+        if PHASES[beat.phase] == "start":  # none goes on before all have begun; who is gone later has ended
+            behind |= dict.fromkeys(set(range(self.processes)) - others.keys() - {self.process}, _ABSENT)
         if not behind:
             return {self.process: beat}
         late = max(o.deadline for o in behind.values()) + _GRACE_S
@@ -158,7 +167,11 @@ class Watcher:
         os.pwrite(self.memory, b"\1", DOOMED_AT)  # should it wake up: it is too late
         stopped = self._is_stopped()
         stacks = self._stacks()
-        waits = _COLLECTIVE in stacks
+        main = stacks.rpartition("\n\n")[2]  # thread: written last
+        waits = self.processes > 1 and any(name in main for name in _WAITS)
+        level = any(other.place == beat.place for other in self._others().values())
+        patient = level and not stopped and (waits or _RESULT in main)
+        time.sleep(3 * _LEVEL_S * patient)  # the guilty one speaks, and ends, first
         events = MetricsWriter(self.folder)
         for number, where in sorted(guilty.items()):
             fields = _fields(where) | {"process": number, "reported_by": self.process}
@@ -167,8 +180,7 @@ class Watcher:
                 fields |= {"stopped_by_signal": stopped, "waits_for_others": waits, "stacks": stacks}
             events.event("hang", where.done, **fields)
             _print(_text(number, self.processes, fields, where.done))
-        if any(other.place == beat.place for other in self._others().values()):
-            time.sleep(_LEVEL_S * (3 if waits else 1))  # the guilty one ends first
+        time.sleep(_LEVEL_S * level)
         os.write(self.leave, b"\1")
         if not self._ended(_LEAVE_S):
             os.kill(self.pid, signal.SIGKILL)
@@ -194,7 +206,7 @@ class Watcher:
 
 
 def _fields(beat: Beat) -> dict[str, Any]:
-    return {"phase": PHASES[beat.phase], "at_step": beat.at_step, "sample": beat.sample}
+    return {"phase": PHASES[beat.phase], "at_step": max(beat.at_step, 0), "sample": beat.sample}
 
 
 def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> str:
