@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,13 +129,8 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     return f"{spec.parameter_count:,} parameters, read as {family.architecture}{read_as}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxdist convert", description=__doc__)
+    parser = configs.Parser(prog="jaxdist convert", description=__doc__)
     add = parser.add_argument
     add("--from", dest="source", required=True, type=Path, help="folder to read")
     add("--to", dest="target", required=True, type=Path, help="folder to write: empty, or not there yet")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -398,7 +398,7 @@ def _watched(batches: Loader, total: int, watch: Watch | None) -> Iterator[Devic
 # --- what the commands share ----------------------------------------------------------------------
 
 
-class CommandFlags(argparse.ArgumentParser):
+class CommandFlags(configs.Parser):
     """A parser with --workdir and --step, whose errors are ConfigErrors."""
 
     def __init__(self, name: str, description: str | None):
@@ -406,9 +406,6 @@ class CommandFlags(argparse.ArgumentParser):
         self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
         self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
         self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags")
 
 
 def opened(flags: argparse.Namespace) -> TrainedRun | None:

@@ -57,7 +57,7 @@ resilience > telemetry
 """
 
 MAX_FILE_LINES = 450
-MAX_PACKAGE_LINES = 25_230  # DESIGN asks for 9,000: a size reached with issues 2 to 6; it only goes down
+MAX_PACKAGE_LINES = 25_226  # DESIGN asks for 9,000: a size reached with issues 2 to 6; it only goes down
 MEDIAN_FUNCTION, P90_FUNCTION = 15, 45
 LONG_BY_NATURE: set[str] = set()  # tables and kernels, by file name, each with its reason
 

@@ -1,6 +1,7 @@
 """`jaxdist train` from outside: every bad input gets a line with its cure and exit code 78."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,14 @@ def test_a_damaged_file_is_one_fault(finished, tmp_path, capsys, name, content):
     again = [str(workdir) if word == str(folder) else word for word in arguments]
     (fault,) = refused(capsys, *again)
     assert f"{workdir / name} is damaged" in fault
+
+
+def test_a_signal_that_nobody_can_hear_is_refused_in_one_line():
+    command = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart"]
+    odd = os.environ | {"JAXDIST_STOP_SIGNALS": "SIGKILL"}
+    done = subprocess.run(command, env=odd, capture_output=True, text=True)
+    (fault,) = done.stderr.splitlines()
+    assert done.returncode == 78 and "SIGKILL is no signal that can ask" in fault
 
 
 def test_a_workdir_is_a_local_folder(capsys):

@@ -156,7 +156,11 @@ def own_process() -> Iterator[None]:
     """
     global _owned
     _owned = True
-    _listen()
+    try:
+        _listen()
+    except ConfigError as error:  # of the environment's list of signals
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
     try:
         yield
     except SystemExit as leaving:
