@@ -77,11 +77,11 @@ class Slurm:
         return shown.partition("JobState=")[2].partition(" ")[0]
 
     def wait(self, job: str, condition, seconds: float = 400) -> None:
-        until = time.monotonic() + seconds
+        until, ended = time.monotonic() + seconds, 0
         while not condition():
             state = self.state(job)
-            ended = state in ("CANCELLED", "FAILED", "NODE_FAIL")
-            assert not ended and time.monotonic() < until, state + self.said(job)
+            ended = ended + 1 if state in ("CANCELLED", "FAILED", "NODE_FAIL") else 0
+            assert ended < 150 and time.monotonic() < until, state + self.said(job)  # it may be on its way back
             if state == "PENDING":  # a requeued job waits for two minutes otherwise
                 with contextlib.suppress(AssertionError):
                     self("scontrol", "update", f"JobId={job}", "StartTime=now")
