@@ -81,7 +81,7 @@ class Slurm:
         while not condition():
             state = self.state(job)
             ended = ended + 1 if state in ("CANCELLED", "FAILED", "NODE_FAIL") else 0
-            assert ended < 150 and time.monotonic() < until, state + self.said(job)  # it may be on its way back
+            assert ended < 150 and time.monotonic() < until, state + self.said(job)  # it may come back
             if state == "PENDING":  # a requeued job waits for two minutes otherwise
                 with contextlib.suppress(AssertionError):
                     self("scontrol", "update", f"JobId={job}", "StartTime=now")
