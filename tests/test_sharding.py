@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,29 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models_for_tests import FSDP, MIXED, OPTIMIZER, TINY, Layout, init_of, rules_and_mesh, spec_of
+from models_for_tests import (
+    FAST_COMPILE,
+    FSDP,
+    MIXED,
+    OPTIMIZER,
+    TINY,
+    Layout,
+    batch_of,
+    init_of,
+    rules_and_mesh,
+    run,
+    spec_of,
+    worst,
+)
 
 from jaxdist import sharding
+from jaxdist.adapters.lora import LoraConfig, adapted
 from jaxdist.config import ConfigError
-from jaxdist.mesh import AXES, MeshShape
+from jaxdist.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer
 from jaxdist.optimizers import build_schedule
 from jaxdist.sharding import Rules
+from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.state import describe
 from jaxdist.training.step import StepConfig, build_train_step
 
@@ -218,6 +234,93 @@ def test_annotations_of_flax_are_read_and_the_rest_gets_a_default():
     placed = {p.path: p.stored for p in sharding.place(named, rules(fsdp=4, tensor=2))}
     assert placed["annotated/kernel"] == P("fsdp", "tensor")
     assert placed["plain/kernel"] == P(None, "fsdp") and placed["plain/bias"] == P(None)
+
+
+# --- rules: one source of names, for what is stored and for the ops -----------------------------
+
+RENAMED = {
+    "up": (("mlp/up$", "layers d_model None"),),
+    "mlp": (("mlp/(gate|up)$", "layers None d_model"), ("mlp/down$", "layers None None")),
+    "heads": (("attention/(query|key|value)$", "None d_model None None"),),
+    "tables": (("^embedding$", "None d_model"), ("^output$", "d_model None")),
+}
+
+
+def names_that_ops_see(spec):
+    flat = nnx.to_flat_state(nnx.state(spec.abstract_model, nnx.Param))
+    return {"/".join(map(str, path)): getattr(variable, "logical", ()) for path, variable in flat}
+
+
+def names_stored(spec):
+    return {path: names for path, (_, names) in spec.named_parameters().items()}
+
+
+def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
+    """Returns the spec under rules, once it is sure that they change what is stored."""
+    spec = describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=RENAMED[which])
+    table, _ = rules_and_mesh(layout)
+    before, after = (
+        {p.path: p.stored for p in sharding.place(s.named_parameters(), table)} for s in (spec_of(), spec)
+    )
+    assert before != after
+    return spec
+
+
+@pytest.mark.parametrize("which", RENAMED)
+def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatch):
+    layout, asked = Layout(4, data=2, tensor=2), set()
+    spec = ruled(which, layout)
+    assert names_that_ops_see(spec) == names_stored(spec)
+
+    def spy(plain, x, names, *others):
+        if len(names) == x.ndim > 1:  # an op's: of one layer's kernel or of a table
+            asked.add((names, x.shape))
+        return plain(x, names, *others)
+
+    monkeypatch.setattr(sharding, "gather", partial(spy, sharding.gather))
+    monkeypatch.setattr(sharding, "scatter", partial(spy, sharding.scatter))
+    table, mesh = rules_and_mesh(layout)
+    built = build_train_step(spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig())
+    state, batch = built.init(), jax.device_put(batch_of(), built.batch_shardings(batch_of()))
+    program = built.inspect.lower(state, batch)
+    own = {(names, x.shape[-len(names) :]) for x, names in spec.named_parameters().values()}
+    assert asked == {(names, dims) for names, dims in own if len(dims) > 1}
+    _, metrics, gradients = jax.device_get(program.compile(FAST_COMPILE)(state, batch))
+    one = run()
+    assert metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-6)
+    assert worst(gradients, one.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("which", ["up", "tables"])
+def test_rules_hold_in_a_pipeline(which):
+    spec, sizes = ruled(which), MeshConfig(pipeline=2, tensor=2, data=2)
+    cut = Staging(PipelineConfig(microbatches=2), spec.depth, 2)
+    table = sharding.build_rules(sizes, resolve_mesh(sizes, 8))
+    schedule = build_schedule(OPTIMIZER, 1000, 8)
+    built = build_train_step(spec, OPTIMIZER, schedule, build_mesh(sizes), table, StepConfig(staging=cut))
+    state, batch = built.init(), jax.device_put(batch_of(), built.batch_shardings(batch_of()))
+    inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
+    _, metrics, gradients = jax.device_get(inspect(state, batch))
+    one = run()
+    assert metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-6)
+    assert worst(cut.flat(gradients), one.gradients) < 1e-5
+
+
+def test_adapters_and_annotations_of_flax_take_their_names_from_the_same_rules():
+    build = adapted(lambda rngs: Transformer(TINY, rngs=rngs), LoraConfig(rank=2))
+    spec = describe(build, rules=(("mlp/up/(base|lora_b)$", "layers None None"),))
+    assert names_that_ops_see(spec) == names_stored(spec)
+    up = spec.abstract_model.blocks.mlp.up
+    assert up.logical == up.base.logical == up.lora_b.logical == (None, None)
+    assert spec.abstract_model.blocks.mlp.gate.logical == ("d_model", "d_ff")
+    for rule in ((), (("annotated", "d_ff d_model"), ("plain/kernel", "None d_ff"))):
+        spec = describe(Foreign, rules=rule)
+        assert names_that_ops_see(spec) == names_stored(spec)
+
+
+def test_a_stack_dim_has_no_other_name():
+    with pytest.raises(ConfigError, match="a stack dim of blocks/mlp/up .* the name d_ff; call it layers"):
+        describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=(("mlp/up$", "d_ff d_model None"),))
 
 
 def test_nothing_is_allocated_to_describe_a_model():

@@ -65,7 +65,7 @@ class Adapted(nnx.Module):
     """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B."""
 
     def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
-        self.logical, self.contract = shape.names, shape.contract
+        self.contract = shape.contract
         self.scaling = config.alpha / config.rank
         self.form = None
         names = [shape.names]
@@ -80,6 +80,11 @@ class Adapted(nnx.Module):
     def parts(self) -> tuple[str, ...]:
         """The names of the parameters that W is kept in."""
         return ("codes", "scales") if self.form else ("base",)
+
+    @property
+    def logical(self) -> Names:
+        """The logical names of W's own dims: what W is kept in has them first."""
+        return getattr(getattr(self, self.parts[0]), "logical", ())
 
     def _stored(self, kernel: jax.Array) -> tuple[jax.Array, ...]:
         return self.form.store(kernel) if self.form else (kernel,)

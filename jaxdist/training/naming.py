@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 from flax import nnx
 
 from jaxdist.config import suggest
-from jaxdist.sharding import FSDP_NAME, PARAMETER_AXES, Names
+from jaxdist.sharding import FSDP_NAME, PARAMETER_AXES, STACKS, Names
 
 DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 
@@ -25,10 +26,22 @@ class ShardingConfig:
 def names_of(model: nnx.Module, *, staged: bool) -> dict[str, Names]:
     """Returns path -> logical names of every parameter, () for none; flax's own annotations are read too.
 
-    A staged model's unnamed blocks get a None a dim but the first, which is that of the stack.
+    A staged model's unnamed blocks get a None a dim but the first, which is that of the stack. Stack
+    dims are left out, as a layer that reads the parameter sees its own dims.
     """
+    return {path: _names_of(path, variable, staged) for path, variable in _parameters(model)}
+
+
+def set_names(model: nnx.Module, names: Mapping[str, Names]) -> None:
+    """Makes these the names that ops read, too: the metadata `logical` of every parameter."""
+    for path, variable in _parameters(model):
+        if variable.get_metadata().get("logical", ()) != names[path]:
+            variable.set_metadata(logical=names[path])
+
+
+def _parameters(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {(name := "/".join(map(str, path))): _names_of(name, v, staged) for path, v in flat}
+    return [("/".join(map(str, path)), variable) for path, variable in flat]
 
 
 def _names_of(path: str, variable: nnx.Variable, staged: bool) -> Names:
@@ -36,7 +49,11 @@ def _names_of(path: str, variable: nnx.Variable, staged: bool) -> Names:
     names = found.get("logical") or found.get("out_sharding") or found.get("sharding_names") or ()
     if not names and staged and path.startswith("blocks/"):
         return (None,) * (variable.get_value().ndim - 1)
-    return tuple(name if isinstance(name, str) else None for name in names)
+    return _own(tuple(name if isinstance(name, str) else None for name in names))
+
+
+def _own(names: Names) -> Names:
+    return tuple(dropwhile(lambda name: name in STACKS, names))
 
 
 def rename(
@@ -44,19 +61,27 @@ def rename(
 ) -> tuple[dict[str, Names], list[str]]:
     """Returns path -> names of every parameter (path -> abstract array), and the faults.
 
-    A rule's names stand for a model's own. It names all dims, that of a stack too ("layers").
+    A rule's names stand for a model's own. It names all dims, that of a stack too ("layers"), which is
+    left out of what is returned.
     """
     parsed = [(p, tuple(None if name == "None" else name for name in text.split())) for p, text in rules]
     found, faults = {}, list(_rule_faults(parsed, parameters))
     for path, x in parameters.items():
-        number = _rule_of(path, parsed)
-        found[path] = names = own[path] if number is None else parsed[number][1]
-        what = f"its {len(x.shape)} dims {tuple(x.shape)}"
-        if number is not None and len(names) != len(x.shape):
-            rule = f"sharding.rules: {parsed[number][0]!r}"
+        found[path] = own[path]
+        number, what = _rule_of(path, parsed), f"its {len(x.shape)} dims {tuple(x.shape)}"
+        if number is None:
+            if len(own[path]) > len(x.shape):
+                given = f"{len(own[path])} logical names {own[path]} for {what}"
+                faults.append(f"{path}: {given}; give at most one a dim")
+            continue
+        rule, names = f"sharding.rules: {parsed[number][0]!r}", parsed[number][1]
+        stack = max(0, len(x.shape) - len(own[path])) if own[path] else 0
+        if len(names) != len(x.shape):
             faults.append(f"{rule} gives {path} {len(names)} names for {what}; give each one, or None")
-        elif len(names) > len(x.shape):
-            faults.append(f"{path}: {len(names)} logical names {names} for {what}; give at most one a dim")
+        elif split := set(names[:stack]) - {"layers", None}:
+            faults.append(f"{rule} gives a stack dim of {path} {what} the name {split.pop()}; call it layers")
+        else:
+            found[path] = _own(names[stack:])
     return found, faults
 
 

@@ -206,6 +206,7 @@ def describe(
     ]  # fmt: skip
     staged = is_staged(model)
     named, misfits = naming.rename(naming.names_of(model, staged=staged), rules, everything)
+    naming.set_names(model, named)
     parts = _split(model, frozen)
     if not jax.tree.leaves(parts.trainable):
         faults.append("optimizer.frozen leaves no parameter to train")
