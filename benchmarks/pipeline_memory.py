@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
 }
 CASES = [
     f"large {schedule} {microbatches}"

@@ -63,6 +63,7 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+pytest.register_assert_rewrite("support")  # its asserts say as much as those of tests
 _heed_signals()
 _set_environment()
 

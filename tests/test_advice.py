@@ -1,15 +1,13 @@
 """Advice: legal edits that save what they say, and say what they cost."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.planner import advice, memory, targets
-
-CONFIGS = Path(__file__).parents[1] / "configs"
+from support.paths import CONFIGS
 
 
 def advised(name: str, on: str, *, capacity: int | None = None, **changes):

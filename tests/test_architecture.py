@@ -13,8 +13,8 @@ import pytest
 import jaxdist
 from jaxdist import extras
 from jaxdist.__main__ import COMMANDS
+from support.paths import DATA, ROOT, SUPPORT, TESTS
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxdist"
 
 # A room is a module or a package; it may import rooms of lower floors, and on its own floor only
@@ -46,7 +46,6 @@ keepsakes > workdir
 resume > recipe
 resume > workdir
 models > ops
-adapters > models
 adapters > ops
 training > pipeline.executor
 scoring > decoding
@@ -131,6 +130,15 @@ def test_every_module_has_a_floor():
     assert not homeless, f"give these a floor in FLOORS: {homeless}"
 
 
+def test_the_tables_name_what_there_is():
+    gone = (FLOOR_OF.keys() | SPANNING | LONG_BY_NATURE | WITHOUT_JAX) - modules().keys()
+    assert not gone, f"no such module or package: {sorted(gone)}"
+    lateral = {(room_of(name), room_of(target)) for name in modules() for target in own_imports(name)}
+    assert not EDGES - lateral, f"ALLOWED, but nothing imports so: {sorted(EDGES - lateral)}"
+    downward = sorted((a, b) for a, b in EDGES if FLOOR_OF[a] != FLOOR_OF[b])
+    assert not downward, f"ALLOWED is for rooms of one floor: {downward}"
+
+
 def test_imports_go_down():
     faults = []
     for name in modules():
@@ -154,7 +162,7 @@ def test_no_import_cycles():
 
 
 def test_packages_that_span_floors_have_an_empty_init():
-    for name in SPANNING & set(modules()):
+    for name in SPANNING:
         body = tree_of(name).body
         assert all(isinstance(node, ast.Expr) for node in body), f"{name}/__init__.py: only a doc"
 
@@ -171,6 +179,7 @@ def test_no_import_of_jaxdist_inside_a_function():
 
 
 def test_an_optional_package_is_imported_by_one_module_at_its_top():
+    wrapped = 0
     for package in extras.EXTRAS:
         users = [
             name
@@ -178,9 +187,11 @@ def test_an_optional_package_is_imported_by_one_module_at_its_top():
             if any(module.partition(".")[0] == package for module, _ in imports(tree_of(name)))
         ]
         assert len(users) <= 1, f"{package} is imported by {users}: wrap it once"
+        wrapped += len(users)
         for name in users:
             inner = [i for f in functions(tree_of(name)) for i in imports(f)]
             assert not any(module.partition(".")[0] == package for module, _ in inner), name
+    assert wrapped, "no optional package is imported anywhere"
 
 
 def test_no_drawers():
@@ -236,7 +247,7 @@ def test_an_unknown_export_is_an_attribute_error():
 WITHOUT_JAX = {"launch", "report", "checkpoint.__main__", "config", "hardware"}
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_JAX & set(modules())))
+@pytest.mark.parametrize("name", sorted(WITHOUT_JAX))
 def test_these_run_without_jax(name):
     code = "import sys; sys.modules['jax'] = None; import importlib; "
     done = run_python(code + f"importlib.import_module('jaxdist.{name}')")
@@ -244,7 +255,7 @@ def test_these_run_without_jax(name):
 
 
 def test_every_command_is_listed_and_exists():
-    built = {room.removesuffix(".__main__") for room in FLOORS[7].split() if room in modules()}
+    built = {room.removesuffix(".__main__") for room in FLOORS[7].split()}
     assert set(COMMANDS) == built - {"__main__"}
 
 
@@ -258,3 +269,59 @@ def test_the_command_lists_suggests_and_dispatches():
     assert jaxdist_command("--version").stdout.strip() == jaxdist.__version__
     wrong = jaxdist_command("trian")
     assert wrong.returncode == 78 and "Did you mean train?" in wrong.stderr
+
+
+# --- the tests themselves -------------------------------------------------------------------------
+
+
+def modules_of_tests() -> list[Path]:
+    """Returns all modules of the tests; tests/data is data, with the programs that made it."""
+    return [file for file in sorted(TESTS.rglob("*.py")) if DATA not in file.parents]
+
+
+def imported_tests(source: str) -> list[str]:
+    """Returns the imports in a source that reach into tests/ elsewhere than in support."""
+    own = {".".join(file.relative_to(TESTS).with_suffix("").parts) for file in modules_of_tests()}
+    own |= {file.stem for file in modules_of_tests() if SUPPORT not in file.parents}
+    found = []
+    for module, item in imports(ast.parse(source)):
+        if module.partition(".")[0] == "support":
+            path = TESTS / module.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), f"there is no {module}"
+        elif module.partition(".")[0] in ("", "tests") or {module, f"{module}.{item}"} & own:
+            found.append(f"{module} {item}".strip())
+    return found
+
+
+def test_what_tests_share_is_in_support():
+    files = [file for file in modules_of_tests() if SUPPORT not in file.parents]
+    other = [f.name for f in files if not f.name.startswith("test_") and f.name != "conftest.py"]
+    assert len(files) > 50 and not other, f"move to tests/support: {other}"
+    hidden = [f.name for f in SUPPORT.rglob("*.py") if f.name.startswith(("test_", "conftest"))]
+    assert not hidden, f"move out of tests/support: {hidden}"
+
+
+def test_no_module_of_the_tests_imports_a_test_module():
+    faults = {file: imported_tests(file.read_text()) for file in modules_of_tests()}
+    lines = [f"{file.relative_to(TESTS)}: {found}" for file, found in faults.items() if found]
+    assert not lines, "\n".join(["share it in tests/support:", *lines])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from test_architecture import imports",
+        "import test_architecture",
+        "import conftest",
+        "from tests.test_architecture import imports",
+        "from tests.support.paths import ROOT",
+        "from tests import test_architecture",
+        "from . import test_architecture",
+        "from chaos.test_chaos import KINDS",
+        "from chaos import test_chaos",
+        "def function():\n    from test_architecture import imports",
+    ],
+)
+def test_an_import_of_a_test_module_would_be_found(source):
+    assert imported_tests(source)
+    assert not imported_tests("from support.paths import ROOT\nfrom support import models\nimport pytest")

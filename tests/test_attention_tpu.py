@@ -10,9 +10,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from support.paths import ROOT, TESTS
 
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
@@ -93,8 +94,7 @@ def _results() -> dict[str, dict]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
     }
     command = [sys.executable, __file__]
-    root = Path(__file__).parents[1]
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environ.get("PYTHONPATH")]))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), environ.get("PYTHONPATH")]))
     child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr[-4000:]
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]

@@ -15,16 +15,20 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from test_checkpoint_disk import straight  # noqa: F401  a fixture
-from test_checkpoint_integrity import DAMAGE
-from test_checkpoint_store import REPOSITORY, assert_bitwise, names
-from test_train import losses, train
 
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.telemetry.metrics import read_events
+from support.checkpoints import (
+    DAMAGE,
+    assert_bitwise,
+    names,
+    straight_fixture,  # noqa: F401  pytest finds them here
+)
+from support.paths import ROOT
+from support.runs import losses, train
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +60,7 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     for _ in range(20):
         saver = [sys.executable, "-c", textwrap.dedent(SAVER), str(folder)]
-        process = subprocess.Popen(saver, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(saver, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         process.stdout.readline()  # of the first save, which is slower
         began, seconds = process.stdout.readline().split()
         time.sleep(draw.uniform(0, 2 * float(seconds)))
@@ -108,7 +112,7 @@ def test_processes_that_save_wait_for_each_other_in_no_collective(tmp_path):
     agent = [sys.executable, "-m", "jaxdist.launch", "--max-restarts", "0", "--processes", "2"]
     command = [*agent, "--devices-per-process", "1", "--", sys.executable, "-c"]
     done = subprocess.run(
-        [*command, textwrap.dedent(WAITING), str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
+        [*command, textwrap.dedent(WAITING), str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert folders.list_steps(tmp_path) == [1, 2]
@@ -116,7 +120,7 @@ def test_processes_that_save_wait_for_each_other_in_no_collective(tmp_path):
 
 @pytest.mark.parametrize("damaged", [28, 21], ids=["newest", "second newest"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):  # noqa: F811
+def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)
     checkpoints = workdir / "checkpoints"
@@ -168,7 +172,7 @@ def test_an_asynchronous_save_of_1_gib_holds_training_for_a_small_part(tmp_path)
     """The one test that looks at times: as a ratio, of medians, both under the same load."""
     saver = [sys.executable, "-c", textwrap.dedent(COST), str(tmp_path)]
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(saver, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(saver, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     rows = [eval(line) for line in done.stdout.splitlines()]
     print(*rows, sep="\n")
     assert len(rows) == 7

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_checkpoint_integrity import a_data_file, flip
-from test_checkpoint_store import make_state, mesh_of, saved
 
 from jaxdist.checkpoint import __main__ as command
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.store import CheckpointStore
+from support.checkpoints import a_data_file, flip, make_state, mesh_of, saved
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from launched import launched
-from test_checkpoint_integrity import a_data_file, flip
-from test_checkpoint_store import assert_bitwise, names, save_and_wait
-from test_train import command, environment, losses, train
 
 from jaxdist import recipe, workdir
 from jaxdist.checkpoint import folder as folders
@@ -23,6 +19,16 @@ from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter, read_events, read_rows
+from support.checkpoints import (
+    a_data_file,
+    assert_bitwise,
+    flip,
+    names,
+    save_and_wait,
+    straight_fixture,  # noqa: F401  pytest finds them here
+)
+from support.launches import launched
+from support.runs import command, environment, losses, train
 
 MIB = 1 << 20
 
@@ -229,15 +235,6 @@ def test_a_synchronous_run_whose_last_save_fails_does_not_say_done(tmp_path):
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert [event["event"] for event in read_events(tmp_path)][-2:] == ["save", "stop"]
     assert names(tmp_path / "checkpoints") == []
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> Path:
-    """Returns the workdir of a run of 28 steps with checkpoints 14, 21 and 28."""
-    workdir = tmp_path_factory.mktemp("straight") / "run"
-    train(workdir, train__steps=28, optimizer__schedule="constant")
-    assert folders.list_steps(workdir / "checkpoints") == [14, 21, 28]
-    return workdir
 
 
 @pytest.mark.slow

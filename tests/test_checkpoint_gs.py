@@ -8,14 +8,12 @@ import sys
 import textwrap
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from test_train import command, environment, train
 
 from jaxdist.telemetry.metrics import read_events
-
-REPOSITORY = Path(__file__).parent.parent
+from support.paths import ROOT
+from support.runs import command, environment, train
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("gcp_storage_emulator") and find_spec("gcsfs")),
@@ -119,7 +117,7 @@ SCRIPT = """
 def test_saving_rotation_damage_and_quarantine_in_an_object_store(store_environment):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
-        cwd=REPOSITORY, env=os.environ | store_environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=os.environ | store_environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("all of it\n"), done.stderr[-4000:]
 
@@ -138,7 +136,7 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment
     assert "resumed after step 14" in train(workdir, **settings | {"train__steps": 16}).stdout
     listed = subprocess.run(
         [sys.executable, "-m", "jaxdist.checkpoint", "list", str(workdir), "--json"],
-        capture_output=True, text=True, check=True, cwd=REPOSITORY,
+        capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     assert [row["step"] for row in json.loads(listed.stdout)["steps"]] == [7, 14, 16]
 

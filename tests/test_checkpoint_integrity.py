@@ -13,14 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpoint_store import (
-    abstract_on,
-    assert_bitwise,
-    mesh_of,
-    names,
-    save_and_wait,
-    saved,
-)
 
 from jaxdist.checkpoint import fingerprint, integrity
 from jaxdist.checkpoint import folder as folders
@@ -29,6 +21,17 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.checkpoint.store import CheckpointStore
+from support.checkpoints import (
+    DAMAGE,
+    a_data_file,
+    abstract_on,
+    assert_bitwise,
+    flip,
+    mesh_of,
+    names,
+    save_and_wait,
+    saved,
+)
 
 # As in test_checkpoint_store: what TensorStore leaves behind when a file is damaged.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -125,12 +128,6 @@ def restored_step(folder: Path, states: dict, **options) -> tuple[int, dict[int,
         return step, store.bad_steps
 
 
-def flip(file: Path, bit: int) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(raw)
-
-
 def test_a_manifest_names_every_file_and_sha256sum_agrees(sound):
     folder, _ = sound
     manifest = integrity.check(folder, 3)
@@ -169,39 +166,6 @@ def test_every_byte_of_a_manifest_matters(copy):
         file.write_bytes(changed)
         with pytest.raises(CheckpointError):
             integrity.read_manifest(copy / "3")
-
-
-def a_data_file(step: Path) -> Path:
-    return max((step / "state").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def link(file: Path) -> None:
-    shutil.move(file, file.parent.parent.parent.parent / "elsewhere")
-    file.symlink_to(file.parent.parent.parent.parent / "elsewhere")
-
-
-DAMAGE = {
-    "a bit of data": (lambda step: flip(a_data_file(step), 99), "has changed since it was sealed"),
-    "a bit of metadata": (lambda step: flip(step / "metadata" / "metadata", 99), "metadata/metadata has"),
-    "truncated": (lambda step: truncate(a_data_file(step)), "bytes, "),
-    "truncated to nothing": (lambda step: a_data_file(step).write_bytes(b""), "has 0 bytes"),
-    "a missing file": (lambda step: a_data_file(step).unlink(), "is missing"),
-    "a missing side file": (lambda step: (step / "state" / "_sharding").unlink(), "_sharding is missing"),
-    "a planted file": (lambda step: (step / "state" / "d" / "x").write_text("?"), "x is not part of it"),
-    "a linked file": (lambda step: link(a_data_file(step)), "has -1 bytes"),
-    "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
-    "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "manifest.json is missing"),
-    "no state": (lambda step: shutil.rmtree(step / "state"), "is missing; "),
-    "no metadata": (lambda step: shutil.rmtree(step / "metadata"), "metadata/metadata is missing"),
-    "an older step in its place": (
-        lambda step: (shutil.rmtree(step), shutil.copytree(step.parent / "1", step)),
-        "it is the checkpoint of step 1",
-    ),
-}
 
 
 @pytest.mark.parametrize("damaged", [(3,), (2,), (3, 2)], ids=["newest", "second newest", "both"])

@@ -12,110 +12,33 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
 
 from jaxdist.checkpoint import config as config_lib
 from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import integrity, layout
+from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.training.state import State
+from support.checkpoints import (
+    abstract_on,
+    assert_bitwise,
+    make_state,
+    mesh_of,
+    names,
+    save_and_wait,
+    saved,
+    shardings_on,
+)
+from support.paths import ROOT
 
-REPOSITORY = Path(__file__).parent.parent
 # When one array cannot be read, Orbax closes its event loop while TensorStore still reads others;
 # the complaint is raised whenever the garbage is collected, so in any later test.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-def mesh_of(rows: int, columns: int) -> Mesh:
-    devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
-    return Mesh(devices, ("fsdp", "tensor"))
-
-
-def shardings_on(mesh: Mesh, state: Any) -> Any:
-    """Return both axes on matrices, fsdp on one dim of 2-D leaves, the rest replicated."""
-    specs = {3: P(None, "fsdp", "tensor"), 2: P("fsdp", None)}
-    return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(x.ndim, P())), state)
-
-
-def optimizer(name: str) -> optax.GradientTransformation:
-    if name == "adamw":
-        return optax.adamw(optax.linear_schedule(1e-3, 0.0, 10))
-    dims = {"blocks": MuonDimensionNumbers(1, 2), "embed": None, "norm": None}
-    return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dims)
-
-
-def make_state(mesh: Mesh, *, tx: str = "adamw", seed: int = 0, width: int = 8) -> State:
-    """Return a state of random leaves in all dtypes that checkpoints must carry."""
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
-    params = {
-        "blocks": jnp.zeros((2, width, width)),
-        "embed": jnp.zeros((16, width), jnp.bfloat16),
-        "norm": jnp.zeros(width),
-    }
-    state = State(
-        step=jnp.int32(0),
-        trainable=params,
-        frozen={"table": jnp.zeros((8, 3), jnp.uint32)},
-        model_state={},
-        opt_state=optimizer(tx).init(params),
-        ema=None,
-    )
-
-    def filled(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jax.random.normal(next(keys), x.shape, x.dtype)
-        return jax.random.bits(next(keys), x.shape, jnp.uint32).astype(x.dtype)
-
-    state = jax.tree.map(filled, state)._replace(step=jnp.int32(seed))
-    return jax.device_put(state, shardings_on(mesh, state))
-
-
-def abstract_on(mesh: Mesh, state: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        state,
-        shardings_on(mesh, state),
-    )
-
-
-def assert_bitwise(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def save_and_wait(store: CheckpointStore, step: int, state: Any, **metadata: Any):
-    store.save(step, state, metadata)
-    store.wait()
-    (result,) = store.poll()
-    return result
-
-
-def names(folder: Path) -> list[str]:
-    """Return what is in a folder of checkpoints, but for the run's identity."""
-    found = sorted(path.name for path in folder.iterdir())
-    return [name for name in found if name != integrity.IDENTITY]
-
-
-def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:
-    """Save a different state for each step and return them."""
-    states = {step: make_state(mesh_of(4, 2), seed=step) for step in steps}
-    with CheckpointStore(folder, CheckpointConfig(**{"keep_last": 9, **config})) as store:
-        for step, state in states.items():
-            assert save_and_wait(store, step, state, data=step).ok
-    return states
 
 
 # ---- round trips
@@ -179,7 +102,7 @@ def test_imports_stay_light():
         jaxdist.checkpoint.store.preload()
         assert "orbax.checkpoint" in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, check=True)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, check=True)
 
 
 # ---- when to save, what to keep
@@ -503,7 +426,7 @@ KILLED = """
 
 def test_a_kill_in_mid_save_leaves_the_older_step(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    died = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    died = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert died.returncode == -signal.SIGKILL, died.stderr
     # It did die in the middle of the save.
     assert names(tmp_path) == ["1", "2.orbax-checkpoint-tmp", "2.unfinished"]
@@ -596,7 +519,7 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path), str(free_port())]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     workers = [
-        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, env=environment, **pipes) for rank in range(2)
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, **pipes) for rank in range(2)
     ]
     try:
         outputs = [worker.communicate(timeout=90)[0] for worker in workers]

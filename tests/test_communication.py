@@ -5,37 +5,13 @@ of jax 0.10.2 scheduled them, cut down to some collectives and what they need.
 """
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from jaxdist.mesh import AXES, MeshShape
 from jaxdist.planner import communication, targets
 from jaxdist.telemetry import hlo
-
-GOLDEN = Path(__file__).parent / "hlo"
-
-
-def mesh_shape(dcn=None, **sizes):
-    return MeshShape({a: sizes.get(a, 1) for a in AXES}, {a: (dcn or {}).get(a, 1) for a in AXES})
-
-
-CASES = {  # golden text -> target, mesh
-    "v5e_fsdp256": ("v5e:16x16", mesh_shape(fsdp=256)),
-    "v5p_tensor4": ("v5p:4x4x4", mesh_shape(fsdp=16, tensor=4)),
-    "v5e_two_slices": ("v5e:4x4x2", mesh_shape({"data": 2}, data=2, fsdp=16)),
-    "h100_4x8": ("h100:4x8", mesh_shape(data=2, fsdp=4, tensor=4)),
-}
-
-
-def read(name):
-    text, shape = CASES[name]
-    target = targets.parse(text)
-    ids = target.arrange(shape).ravel().tolist()
-    module = hlo.parse((GOLDEN / f"{name}.txt").read_text())
-    found = communication.collectives(module, shape, target, ids)
-    assert found
-    return {one.name: one for one in found}
+from support.paths import HLO
+from support.stored_programs import mesh_shape, read
 
 
 def program(body, *, trips=3):
@@ -248,7 +224,7 @@ def test_gpu_collectives_start_and_end():
 
 
 def test_a_loop_of_known_length_counts_from_where_it_starts():
-    module = hlo.parse((GOLDEN / "v5e_two_slices.txt").read_text())
+    module = hlo.parse((HLO / "v5e_two_slices.txt").read_text())
     (loop,) = (step for step in module.computations[module.entry].values() if step.opcode == "while")
     (condition,) = loop.called("condition")
     assert any("constant(4)" in step.text for step in module.computations[condition].values())
@@ -257,7 +233,7 @@ def test_a_loop_of_known_length_counts_from_where_it_starts():
 
 
 def test_stack_of_an_instruction():
-    module = hlo.parse((GOLDEN / "v5p_tensor4.txt").read_text())
+    module = hlo.parse((HLO / "v5p_tensor4.txt").read_text())
     run = next(run for run in module.runs() if "all-gather.73" in module.computations[run.computation])
     frames = module.stack(module.computations[run.computation]["all-gather.73"])
     names = [frame.function for frame in frames]

@@ -4,12 +4,12 @@ import argparse
 import ast
 import shlex
 
-import goldens
 import jax
 import pytest
 
 from jaxdist import command_line, config, dry_run, recipe, train, workdir
 from jaxdist.config import ConfigError
+from support import goldens
 
 SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
 SIZED = [name for name in goldens.CONFIGS if name not in SMALL]

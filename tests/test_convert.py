@@ -2,29 +2,28 @@
 
 import json
 import os
-import random
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_interop import FOLDERS, load_all
 
 from jaxdist import command_line, convert, generate, inference, interop, loop, train, trees, workdir
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
-
-SMOLLM = FOLDERS / "smollm"  # tied, bfloat16, with a tokenizer
-
-
-def run_convert(source, target, kind, *more):
-    flags = ["--from", source, "--to", target, "--format", kind, *more]
-    return convert.main([str(flag) for flag in flags])
+from support.huggingface import (
+    FOLDERS,
+    SMOLLM,
+    flags,
+    load_all,
+    run_convert,
+    text_fixture,  # noqa: F401  pytest finds them here
+)
+from support.paths import DOCS
 
 
 @pytest.fixture(scope="module")
@@ -124,25 +123,6 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
 # --- training --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    words = "the cat in thin hats then thinks of the inn".split()
-    (folder / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=900)))
-    return folder / "text.txt"
-
-
-def flags(text, folder=SMOLLM, **changes):
-    given = {
-        "init.from_huggingface": folder, "data.source": "text", "data.path": text, "train.steps": 2,
-        "train.eval_every": 0, "train.max_minutes": 0, "train.log_every": 1, "train.ema_decay": 0.5,
-        "train.sample_tokens": 0, "batch.sequence_length": 16, "batch.global_size": 8,
-        "data.cache_dir": Path(text).parent / "cache", "optimizer.warmup_steps": 1, "optimizer.name": "adamw",
-    }  # fmt: skip
-    given |= {key.replace("__", "."): value for key, value in changes.items()}
-    return ["--config", "quickstart", *(f"--config.{key}={value}" for key, value in given.items())]
-
-
 def resolved(text, **changes):
     return command_line.parse(train._parser(), flags(text, **changes))[1]
 
@@ -218,7 +198,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(text, t
         interop.open_weights(SMOLLM, {k: v for k, v in wrong.items() if k != "target"}, {})
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text()
+PAGE = (DOCS / "huggingface.md").read_text()
 
 
 def test_what_the_page_shows_works(tmp_path, monkeypatch, capsys):

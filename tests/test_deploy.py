@@ -18,9 +18,10 @@ import yaml
 from jaxdist import launch
 from jaxdist.resilience import progress
 from jaxdist.resilience.scheduler import find_agents
+from support.paths import DATA, ROOT
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
-SCHEMA = json.loads((Path(__file__).parent / "data" / "jobset-v1alpha2.json").read_text())
+DEPLOY = ROOT / "deploy"
+SCHEMA = json.loads((DATA / "jobset-v1alpha2.json").read_text())
 QUANTITY = r"\d+(\.\d+)?(m|k|Ki|Mi|Gi|Ti|M|G|T)?"
 TYPES: dict[str, Any] = {"string": str, "integer": int, "boolean": bool}
 

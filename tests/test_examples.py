@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,8 +20,8 @@ from jaxdist.models import registry
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.verification import subject
 from jaxdist.verification.proof import prove
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "examples").glob("*_module.py"))
 DATA = {"plain_module": "digits", "named_module": "stdlib", "staged_module": "stdlib"}
 

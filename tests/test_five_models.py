@@ -5,7 +5,6 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from models_for_tests import FAST_COMPILE
 
 from jaxdist import config as configs
 from jaxdist import recipe
@@ -14,8 +13,9 @@ from jaxdist.data import open_dataset
 from jaxdist.mesh import build_mesh
 from jaxdist.verification import subject
 from jaxdist.verification.proof import prove
+from support.models import FAST_COMPILE
 
-OTHERS = "tests/models_of_others.py"
+OTHERS = "tests/support/third_party_models.py"
 STEPS = 6
 VIT = {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 4}
 MODELS = {  # target, source of data, options of the model

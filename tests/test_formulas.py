@@ -1,11 +1,11 @@
 """The planner's formulas against worked numbers that teaching texts and papers print; rules of thumb."""
 
 import pytest
-from goldens import rule
 
 from jaxdist import hardware
 from jaxdist.pipeline.schedule import bubble_fraction
 from jaxdist.planner import formulas, rules, targets
+from support.goldens import rule
 
 GB, MB = 1e9, 1e6
 BF16, FP32 = formulas.POLICIES["bfloat16"], formulas.POLICIES["float32"]

@@ -3,67 +3,28 @@
 import dataclasses
 import json
 import math
-import os
-import random
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxdist import convert, evaluate, generate, inference, loop
+from jaxdist import convert, evaluate, generate, inference
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
 from jaxdist.decoding import SamplingConfig
 from jaxdist.mesh import MeshConfig
-from jaxdist.recipe import default_config, from_config
 from jaxdist.scoring import windows
-
-STEPS = 4
-TOP = SamplingConfig(temperature=0.7, top_k=40)
-
-
-def tiny_config(folder):
-    """Returns a run that averages its weights, on eight devices, with text of its own."""
-    words = "the cat sat on a mat while two dogs ran past old trees".split()
-    for name, seed in (("train", 0), ("held", 1)):
-        text = " ".join(random.Random(seed).choices(words, k=600))
-        (folder / f"{name}.txt").write_text(text)
-    config = default_config()
-    config.update_from_flattened_dict(
-        {
-            "train.steps": STEPS, "train.eval_every": STEPS, "train.ema_decay": 0.5,
-            "batch.global_size": 8, "batch.sequence_length": 32, "batch.accumulation": 2,
-            "mesh.fsdp": 2, "mesh.tensor": 2,
-            "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 32,
-            "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 8,
-            "optimizer.warmup_steps": 1, "optimizer.learning_rate": 0.02,
-            "data.source": "text", "data.path": str(folder / "train.txt"),
-            "data.validation_path": str(folder / "held.txt"),
-            "data.cache_dir": str(folder / "cache"),
-        }
-    )  # fmt: skip
-    return from_config(config)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Returns the workdir of a finished run and its last state."""
-    assert jax.device_count() == 8
-    folder = tmp_path_factory.mktemp("run")
-    state = loop.run(tiny_config(folder), folder / "workdir")
-    return folder / "workdir", state
-
-
-@pytest.fixture(scope="module")
-def here(trained):
-    return inference.load_run(trained[0])
-
-
-@pytest.fixture(scope="module")
-def alone(trained):
-    return inference.load_run(trained[0], devices=jax.devices()[:1])
+from support.inference import (  # noqa: F401  pytest finds them here
+    STEPS,
+    TOP,
+    alone_fixture,
+    command_fixture,
+    here_fixture,
+    tiny_config,
+    trained_fixture,
+)
+from support.paths import DATA
 
 
 def test_the_average_is_read_and_nothing_else(trained, here, alone):
@@ -122,19 +83,6 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     assert inference._fitted(odd, two, None)[0].mesh == MeshConfig()
     with pytest.raises(ConfigError, match="mesh"):
         inference.load_run(trained[0], mesh=MeshConfig(tensor=3))
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Returns a function: the exit code, standard output and standard error of a command."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # commands add to it: put back after
-
-    def run(main, *arguments: object):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 # --- how probable texts are -------------------------------------------------------------------------
@@ -225,7 +173,7 @@ def test_an_answer_is_what_is_generated_up_to_the_first_stop(here):
     assert cut == same and 0 < len(cut.encode()) <= 48
 
 
-FOLDERS = Path(__file__).parent / "data" / "huggingface"  # made by the library itself: see make.py there
+FOLDERS = DATA / "huggingface"  # made by the library itself: see make.py there
 
 
 @pytest.mark.parametrize("family, axes", [("smollm", {}), ("gemma3", {"fsdp": 4})])

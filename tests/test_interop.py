@@ -3,26 +3,19 @@
 import json
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from jaxdist import interop, pretrained, recipe, sharding, trees
+from jaxdist import interop, trees
 from jaxdist.config import ConfigError
 from jaxdist.interop.reading import INDEX, SINGLE
-from jaxdist.mesh import build_mesh
-from jaxdist.training.state import ModelSpec
-from jaxdist.training.step import TrainStep
+from support.huggingface import FAMILIES, FOLDERS, MESH, compare, load_all, logits, opened
 
-FOLDERS = Path(__file__).parent / "data" / "huggingface"
-FAMILIES = sorted(path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file())
 WINDOW = 5  # of the folders' sliding layers
-MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
 def test_there_is_a_folder_of_every_family():
@@ -30,57 +23,6 @@ def test_there_is_a_folder_of_every_family():
     assert kinds == set(interop.FAMILIES) and len(FAMILIES) > len(kinds)  # smollm is a llama
     assert any((FOLDERS / name / INDEX).is_file() for name in FAMILIES)
     assert np.load(FOLDERS / "mistral" / "tokens.npy").shape[1] > WINDOW
-
-
-class Opened(NamedTuple):
-    """A folder made ready to be read, by one device or by eight."""
-
-    spec: ModelSpec
-    rules: sharding.Rules
-    mesh: Mesh
-    built: TrainStep
-    tensors: interop.Tensors
-    wanted: dict  # what of them is wanted where
-
-
-def opened(folder, changes=None, devices=8):
-    """Returns the folder opened for the first `devices` devices, or for one without changes."""
-    config = recipe.default_config()
-    own = {"init.from_huggingface": str(folder), "batch.global_size": 8, "batch.sequence_length": 16}
-    config.update_from_flattened_dict(own | (changes or {}))
-    pretrained.adopt(config, ("data.tokenizer",))
-    run = recipe.from_config(config)
-    devices = jax.devices()[: devices if changes else 1]
-    _, rules, spec = recipe.validate(run, devices)
-    mesh = build_mesh(run.mesh, devices)
-    built = recipe.build_step(run, spec, mesh, rules)
-    wanted = pretrained.base_parameters(run, built.views.abstract)
-    tensors = interop.open_weights(folder, run.model_options, {p: x.shape for p, x in wanted.items()})
-    return Opened(spec, rules, mesh, built, tensors, wanted)
-
-
-def logits(at, trainable, tokens, frozen=None):
-    """Returns float32 logits [B, S, V] of a batch of tokens."""
-
-    def forward(trainable, frozen, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        with sharding.activate(at.mesh, at.rules):
-            model = at.spec.assemble(trainable, at.spec.model_state, frozen)
-            return model.forward({"tokens": tokens, "positions": positions})
-
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(forward)(trainable, frozen or {}, jnp.asarray(tokens, jnp.int32)))
-
-
-def compare(folder, changes=None):
-    """Returns the largest difference of logits from those of transformers, and the tensors read."""
-    at = opened(folder, changes)
-    parameters = at.tensors.load(at.wanted)
-    tokens, expected = np.load(folder / "tokens.npy"), np.load(folder / "logits.npy")
-    rows = 8 // len(tokens) if changes else 1
-    found = logits(at, trees.unflatten_names(parameters), np.tile(tokens, (rows, 1)))
-    assert np.abs(expected).max() > 1 and expected.std() > 0.2, "logits that say nothing"
-    return np.abs(found - np.tile(expected, (rows, 1, 1))).max(), at.tensors, parameters
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +53,6 @@ def test_logits_on_data_2_fsdp_2_tensor_2(name):
     placed = [x.sharding for x in parameters.values()]
     assert all(len(where.device_set) == 8 for where in placed)
     assert sum(not where.is_fully_replicated for where in placed) >= 7
-
-
-def load_all(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: x for file in files for name, x in load_file(file).items()}
 
 
 def written(parameters, name, target, **options):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxdist import interop
+from support.paths import SUPPORT
 
 SHAPE = {"num_layers": 3, "d_model": 256, "d_ff": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
-PROGRAM = Path(__file__).parent / "reading_for_tests.py"
+PROGRAM = SUPPORT / "read_huggingface.py"
 
 
 def write_folder(folder: Path) -> int:

@@ -3,8 +3,6 @@
 Needs the extra interop-test. tests/test_interop.py proves the same on folders made before.
 """
 
-import importlib.util
-
 import jax
 import numpy as np
 import pytest
@@ -12,37 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_interop import FOLDERS, MESH, compare, load_all  # noqa: E402
-
 from jaxdist import convert, interop, loop, pretrained, recipe  # noqa: E402
 from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("make", FOLDERS / "make.py")
-make = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make)
-
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-BIGGER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4}
-LENGTH = 20
-NAMES = sorted(make.configs())
-
-
-def made(name, folder, *, flip=False, dtype=torch.float32, shard="1GB"):
-    """Writes a random model of a family; returns it. With `flip`, tied where it is not, or untied."""
-    config = make.configs(**BIGGER)[name]
-    if flip:
-        config.tie_word_embeddings = not config.tie_word_embeddings
-    model = make.build(config, seed=hash(name) % 100, dtype=dtype)
-    assert all(p.std() > 0.1 for p in model.parameters()), "all weights are random"
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, LENGTH))
-    np.save(folder / "tokens.npy", tokens.astype(np.int32))
-    np.save(folder / "logits.npy", make.logits_of(model, tokens))
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    return model.float()
+from support.huggingface import FOLDERS, MESH, compare, load_all  # noqa: E402
+from support.transformers_folders import LENGTH, NAMES, made, make  # noqa: E402
 
 
 def reloaded(folder, target, parameters, dtype="float32"):

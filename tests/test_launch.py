@@ -13,7 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import (
+
+from jaxdist import launch, machine, train
+from jaxdist.checkpoint.folder import list_steps
+from jaxdist.resilience import progress, supervisor
+from support.launches import (
     STEPS,
     apart,
     assert_fed_once,
@@ -32,11 +36,7 @@ from launched import (
     start,
     wait_for_step,
 )
-from test_train import TINY, command, environment, every_loss, last_step, losses
-
-from jaxdist import launch, machine, train
-from jaxdist.checkpoint.folder import list_steps
-from jaxdist.resilience import progress, supervisor
+from support.runs import TINY, command, environment, every_loss, last_step, losses
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
-from models_for_tests import (
+
+from jaxdist import sharding
+from jaxdist.models.staged import Context
+from jaxdist.models.transformer import Attention, FeedForward
+from jaxdist.telemetry import hlo
+from jaxdist.training.step import StepConfig
+from support.models import (
     DEEP,
     FAST_COMPILE,
     FSDP,
@@ -26,20 +32,12 @@ from models_for_tests import (
     QUICK,
     Layout,
     Program,
-    buffer_shapes,
-    collectives,
-    loop_bodies,
     program_of,
-    reachable,
     rules_and_mesh,
     spec_of,
 )
-
-from jaxdist import sharding
-from jaxdist.models.staged import Context
-from jaxdist.models.transformer import Attention, FeedForward
-from jaxdist.telemetry import hlo
-from jaxdist.training.step import StepConfig
+from support.paths import TESTS
+from support.programs import buffer_shapes, collectives, loop_bodies, reachable
 
 B, S = 8, 128
 LAYER_KERNELS = {(64, 176), (176, 64), (64, 8, 12), (8, 12, 64), (64, 4, 12)}
@@ -155,7 +153,7 @@ UNCACHED = """
     import sys
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from models_for_tests import DEEP, FSDP, MIXED, TINY, Layout, program_of, rules_and_mesh
+    from support.models import DEEP, FSDP, MIXED, TINY, Layout, program_of, rules_and_mesh
     from jaxdist.training.step import StepConfig
     from dataclasses import replace
 
@@ -184,7 +182,7 @@ def uncached(tmp_path_factory) -> tuple[str, Path]:
     """Returns what XLA printed while compiling afresh, and the folder of partitioned programs."""
     folder = tmp_path_factory.mktemp("partitioned")
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # cached: it says nothing
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
     environment["XLA_FLAGS"] += (
         f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
         " --xla_dump_hlo_pass_re=spmd-partitioning"

@@ -27,8 +27,8 @@ from jaxdist.data.given import open_given
 from jaxdist.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.telemetry.metrics import read_events
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 MESH = dict(fsdp=2, tensor=2)  # and data 2
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 4)).astype(np.float32)

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("lm_eval", reason='needs pip install "jaxdist[eval]"')
 
 from lm_eval.api.instance import Instance
-from test_inference import TOP, alone, command, here, trained  # noqa: F401  (fixtures)
 
 from jaxdist import evaluate, harness
 from jaxdist.config import ConfigError
 from jaxdist.decoding import SamplingConfig
+from support.inference import TOP, alone_fixture, command_fixture, here_fixture, trained_fixture  # noqa: F401  pytest finds them here
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -26,7 +26,7 @@ def lines():
     return [json.loads(line) for line in (harness.SHIPPED / "python_lines.jsonl").open()]
 
 
-def test_requests_are_answered_in_their_order(here):  # noqa: F811
+def test_requests_are_answered_in_their_order(here):
     model = harness.RunModel(here)
     pairs = [("the cat", " sat"), ("", "a dog"), ("old ", "trees past the mat" * 4), ("x", "")]
     scores = here.score(pairs)
@@ -38,7 +38,7 @@ def test_requests_are_answered_in_their_order(here):  # noqa: F811
     assert model.loglikelihood_rolling(requests("loglikelihood_rolling", *zip(texts))) == whole  # noqa: B905
 
 
-def test_generation_settings_are_lm_evals(here):  # noqa: F811
+def test_generation_settings_are_lm_evals(here):
     sampled = {"do_sample": True, "temperature": TOP.temperature, "top_k": TOP.top_k, "max_gen_toks": 8}
     asked = [
         ("the cat", {"until": ["\0"], "max_gen_toks": 12}),
@@ -53,7 +53,7 @@ def test_generation_settings_are_lm_evals(here):  # noqa: F811
     assert harness._settings({})[1:] == (256, GREEDY)
 
 
-def test_the_shipped_tasks_give_what_their_scores_say(here, alone):  # noqa: F811
+def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
     names = ["python_lines", "python_lines_bits", "python_lines_written"]
     found = [harness.evaluate_tasks(run, names) for run in (here, alone)]
     assert here.mesh.size == 8 and alone.mesh.size == 1
@@ -76,7 +76,7 @@ def test_the_shipped_tasks_give_what_their_scores_say(here, alone):  # noqa: F81
     assert limited["acc,none"] * 8 % 1 == 0 and limited["sample_len"] == 8
 
 
-def test_a_users_folder_and_the_command(trained, here, command, tmp_path):  # noqa: F811
+def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
     rows = [{"text": " ".join(random.Random(i).choices(["cat", "dog", "mat"], k=20))} for i in range(3)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.yaml").write_text(

@@ -7,30 +7,13 @@ import shlex
 import shutil
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_for_tests import (
-    FAST_COMPILE,
-    MIXED,
-    ONE,
-    OPTIMIZER,
-    TINY,
-    Layout,
-    batch_of,
-    bitwise_equal,
-    program_of,
-    rules_and_mesh,
-    spec_of,
-    worst,
-)
 from scipy.stats import norm
-from test_convert import SMOLLM, flags, run_convert, text  # noqa: F401 (a fixture)
-from test_interop import FOLDERS, load_all
 
 from jaxdist import (
     adapters,
@@ -40,7 +23,6 @@ from jaxdist import (
     interop,
     loop,
     mesh,
-    pretrained,
     recipe,
     sharding,
     train,
@@ -57,12 +39,38 @@ from jaxdist.telemetry.metrics import read_rows
 from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.state import describe
 from jaxdist.training.step import StepConfig, build_train_step
+from support import paths
+from support.huggingface import (
+    FOLDERS,
+    SMOLLM,
+    flags,
+    load_all,
+    loaded,
+    logits_of,
+    run_convert,
+    shapes_of,
+    text_fixture,  # noqa: F401  pytest finds them here
+)
+from support.models import (
+    FAST_COMPILE,
+    MIXED,
+    ONE,
+    OPTIMIZER,
+    TINY,
+    Layout,
+    batch_of,
+    bitwise_equal,
+    program_of,
+    rules_and_mesh,
+    spec_of,
+    worst,
+)
 
 qwix = pytest.importorskip("qwix", reason="extra lora")
 
 from jaxdist.adapters.quantised import TILE, form_of, table  # noqa: E402
 
-PEFT = Path(__file__).parent / "data" / "peft"
+PEFT = paths.DATA / "peft"
 MODEL = replace(TINY, d_model=64, d_ff=96, num_kv_heads=2)
 LORA = LoraConfig(rank=4, alpha=8)
 BASES = ("none", "int8", "nf4")
@@ -138,10 +146,6 @@ def build(rngs):
 @lru_cache
 def spec_with(config=LORA):
     return describe(adapters.adapted(build, config))
-
-
-def shapes_of(tree):
-    return {path: x.shape for path, x in trees.flatten_names(tree).items()}
 
 
 def test_targets_are_kernels_by_the_ends_of_their_paths():
@@ -372,11 +376,11 @@ RUN = {
 }  # fmt: skip
 
 
-DOCS = Path(__file__).parent.parent / "docs" / "lora.md"
+DOCS = paths.DOCS / "lora.md"
 COUNTS = "trainable 2,784 of 12,816 parameters (22 %), adapters 11,136 bytes, base 21,408 bytes (nf4)"
 
 
-def test_the_page_can_be_followed(text):  # noqa: F811
+def test_the_page_can_be_followed(text):
     """Its commands resolve (the next test runs what they stand for), and its library part runs."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
     commands = [shlex.split(line, comments=True) for kind, block in blocks if kind == "bash"
@@ -393,7 +397,7 @@ def test_the_page_can_be_followed(text):  # noqa: F811
     assert COUNTS in DOCS.read_text()
 
 
-def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, monkeypatch):
     base = shutil.copytree(SMOLLM, tmp_path / "base")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
@@ -448,29 +452,6 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     workdir.write_json(tmp_path / "plain" / workdir.CONFIG, recipe.default_config().to_dict())
     with pytest.raises(ConfigError, match="without adapters"):
         run_convert(tmp_path / "plain", tmp_path / "none", "huggingface", "--adapters")
-
-
-def loaded(folder):
-    """Returns spec and parameters of a Hugging Face folder."""
-    config = recipe.default_config()
-    config.update_from_flattened_dict({"init.from_huggingface": str(folder)})
-    pretrained.adopt(config, ("data.tokenizer",))
-    run = recipe.from_config(config)
-    spec = recipe.model_spec(run)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = shapes_of(spec.trainable)
-    wanted = {path: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=here) for path, dims in shapes.items()}
-    tensors = interop.open_weights(folder, run.model_options, shapes)
-    return spec, trees.unflatten_names(tensors.load(wanted))
-
-
-def logits_of(spec, trainable, frozen, tokens):
-    """Returns float32 logits on one device."""
-    trainable, frozen = jax.device_get((trainable, frozen))
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32)[None], tokens.shape)
-    batch = {"tokens": jnp.asarray(tokens, jnp.int32), "positions": jnp.asarray(positions)}
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda t, f: spec.assemble(t, {}, f).forward(batch))(trainable, frozen))
 
 
 # --- adapters that PEFT wrote (tests/data/peft) ---------------------------------------------------

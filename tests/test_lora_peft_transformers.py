@@ -13,13 +13,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from test_interop_transformers import NAMES, made, make  # noqa: E402
-from test_lora import loaded, logits_of, shapes_of  # noqa: E402
-
 from jaxdist import adapters, interop, trees  # noqa: E402
 from jaxdist.adapters import LoraConfig  # noqa: E402
 from jaxdist.interop import peft as ours  # noqa: E402
 from jaxdist.training.state import describe  # noqa: E402
+from support.huggingface import loaded, logits_of, shapes_of  # noqa: E402
+from support.transformers_folders import NAMES, made, make  # noqa: E402
 
 RANK, ALPHA = 4, 10
 # PEFT's own choice of layers, and ours of the same kernels.

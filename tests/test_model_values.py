@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_for_tests import FAST_COMPILE, MIXED, TINY, batch_of, run, spec_of, worst
-from test_models import model_of
 
 from jaxdist import precision
 from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
@@ -20,6 +18,7 @@ from jaxdist.models.staged import pattern_of, run_blocks, scan_layers, shared_fi
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.remat import rematerialised
 from jaxdist.training.step import StepConfig
+from support.models import FAST_COMPILE, MIXED, TINY, batch_of, model_of, run, spec_of, worst
 
 LENGTH = 16
 FAMILIES = {

@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_for_tests import FAST_COMPILE, TINY, batch_of, spec_of, worst
 
 from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.staged import Context, is_staged
-from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.models.transformer import TransformerConfig
+from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
 
 VARIANTS = {
     "llama": replace(TINY, num_kv_heads=2),
@@ -37,14 +36,6 @@ def built(config: TransformerConfig) -> tuple:
 
     gradient = jax.value_and_grad(objective, has_aux=True)
     return graph, parameters, jax.jit(gradient, compiler_options=FAST_COMPILE)
-
-
-@lru_cache
-def model_of(config: TransformerConfig) -> Transformer:
-    """Returns a fresh model (made in one program, which is faster than array by array)."""
-    spec = spec_of(config)
-    build = jax.jit(lambda: spec.fresh(jax.random.key(0)), compiler_options=FAST_COMPILE)
-    return spec.assemble(*build())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_for_tests import MIXED, ONE, Layout, buffer_shapes, collectives, rules_and_mesh, worst
 
 from jaxdist import precision, sharding
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.projection import project
 from jaxdist.telemetry import hlo
+from support.models import MIXED, ONE, Layout, rules_and_mesh, worst
+from support.programs import buffer_shapes, collectives
 
 B, S, D, F, V = 8, 12, 16, 24, 40
 LAYOUTS = {

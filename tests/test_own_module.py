@@ -2,27 +2,14 @@
 
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_models
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models_for_tests import (
-    FAST_COMPILE,
-    MIXED,
-    ONE,
-    Layout,
-    batch_of,
-    bitwise_equal,
-    rules_and_mesh,
-    worst,
-)
-from plain_models import Counting, Layer, Plain, Staged
 
 from jaxdist import config as configs
 from jaxdist import recipe, sharding, trees
@@ -39,8 +26,13 @@ from jaxdist.training.staging import PipelineConfig, Staging
 from jaxdist.training.state import describe
 from jaxdist.training.step import StepConfig, build_train_step
 from jaxdist.verification import proof
+from support import plain_flax_models
+from support.models import FAST_COMPILE, MIXED, ONE, Layout, batch_of, bitwise_equal, rules_and_mesh, worst
+from support.paths import DOCS
+from support.plain_flax_models import Counting, Layer, Plain, Staged
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+PLAIN, COUNTING, STAGED = (f"{plain_flax_models.__name__}:{name}" for name in ("Plain", "Counting", "Staged"))
 SGD = OptimizerConfig(
     name="sgd", learning_rate=0.1, warmup_steps=0, schedule="constant", momentum=0.0, weight_decay=0.2,
     clip_norm=0.0,
@@ -93,7 +85,7 @@ def test_the_plain_model_is_what_the_tests_need():
     assert set(trees.flatten_names(spec.frozen)) == {"table"} and not spec.staged
     assert spec.frozen_count == 1024 and spec.parameter_count == spec.trainable_count + 1024
     assert "1,024 frozen" in spec.counts
-    source = open(plain_models.__file__).read()
+    source = open(plain_flax_models.__file__).read()
     assert "import jaxdist" not in source and "from jaxdist" not in source
 
 
@@ -402,13 +394,13 @@ def validated(target, devices=8, **values):
 
 
 def test_options_are_the_parameters_of_init_or_the_fields_of_config():
-    defaults = recipe.model_defaults("plain_models:Plain")
-    assert defaults == {"target": "plain_models:Plain", "hidden": 32, "vocab_size": 64, "rate": 0.0}
-    assert recipe.model_defaults("plain_models:Counting") == {"target": "plain_models:Counting", "width": 16}
-    run, *_, spec = validated("plain_models:Plain", model__hidden=64, mesh__fsdp=8)
+    defaults = recipe.model_defaults(PLAIN)
+    assert defaults == {"target": PLAIN, "hidden": 32, "vocab_size": 64, "rate": 0.0}
+    assert recipe.model_defaults(COUNTING) == {"target": COUNTING, "width": 16}
+    run, *_, spec = validated(PLAIN, model__hidden=64, mesh__fsdp=8)
     assert spec.trainable["up"]["kernel"].shape == (16, 64)
     with pytest.raises(ConfigError, match="model.hidden: got 'x', required int"):
-        validated("plain_models:Plain", model__hidden="x")
+        validated(PLAIN, model__hidden="x")
 
     class Unsaid(nnx.Module):
         def __init__(self, width, *, rngs):
@@ -421,7 +413,7 @@ def test_options_are_the_parameters_of_init_or_the_fields_of_config():
 def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     rules = (("up/kernel", "d_model d_ff"), ("blocks/0/kernel", "d_ff d_model"))
     run, shape, table, spec = validated(
-        "plain_models:Plain", mesh__fsdp=2, mesh__tensor=2, mesh__data=2, sharding__rules=rules
+        PLAIN, mesh__fsdp=2, mesh__tensor=2, mesh__data=2, sharding__rules=rules
     )
     placed = {p.path: p for p in recipe.placements(run, spec, table)}
     assert placed["up/kernel"].stored == P("fsdp", "tensor")
@@ -434,12 +426,10 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
 
 
 def test_the_rules_of_the_docs_are_read():
-    page = (Path(__file__).parent.parent / "docs/sharding.md").read_text()
-    config = recipe.default_config("plain_models:Staged")
+    page = (DOCS / "sharding.md").read_text()
+    config = recipe.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
-    _, _, table, spec = validated(
-        "plain_models:Staged", **configs.flatten(config), mesh__fsdp=4, mesh__tensor=2
-    )
+    _, _, table, spec = validated(STAGED, **configs.flatten(config), mesh__fsdp=4, mesh__tensor=2)
     stored = {path: table.stored(names, x.shape) for path, (x, names) in spec.named_parameters().items()}
     assert stored["blocks/up/kernel"] == P(None, "fsdp", "tensor")
     assert stored["blocks/down/kernel"] == P(None, "tensor", "fsdp")
@@ -463,21 +453,21 @@ def test_rules_that_cannot_be_are_faults(rules, expected):
 
 def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint():
     with pytest.raises(ConfigError) as error:
-        validated("plain_models:Plain", optimizer__frozen=("nowhere",))
+        validated(PLAIN, optimizer__frozen=("nowhere",))
     assert "optimizer.frozen: 'nowhere' finds no parameter; there are: blocks/0/bias" in str(error.value)
     with pytest.raises(ConfigError) as error:
-        validated("plain_models:Plain", optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)))
+        validated(PLAIN, optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)))
     assert "'(' is no regular expression" in str(error.value) and "must be >= 0" in str(error.value)
     with pytest.raises(ConfigError, match="'.table' finds no trained parameter"):
-        validated("plain_models:Plain", optimizer__groups=(("^table", 2.0, None),))
+        validated(PLAIN, optimizer__groups=(("^table", 2.0, None),))
     with pytest.raises(ConfigError, match="leaves no parameter to train"):
-        validated("plain_models:Plain", optimizer__frozen=("",))
-    runs = [validated("plain_models:Plain", optimizer__frozen=frozen)[0] for frozen in ((), ("head",))]
+        validated(PLAIN, optimizer__frozen=("",))
+    runs = [validated(PLAIN, optimizer__frozen=frozen)[0] for frozen in ((), ("head",))]
     assert recipe.run_fingerprint(runs[0]) != recipe.run_fingerprint(runs[1])
 
 
 def test_verify_proves_a_plain_class_and_says_what_it_cannot():
-    run, *_ = validated("plain_models:Plain", model__rate=0.2)
+    run, *_ = validated(PLAIN, model__rate=0.2)
     with jax.numpy_rank_promotion("allow"):
         prove = partial(proof.prove, run, jax.devices(), precisions=("float32",), log=lambda _: None)
         report = prove(only="data 2 x fsdp 2 x tensor 2")

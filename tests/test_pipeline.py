@@ -10,67 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from models_for_tests import (
-    FAST_COMPILE,
-    TINY,
-    batch_of,
-    spec_of,
-    worst,
-)
 
-from jaxdist import mesh as meshes
-from jaxdist import sharding
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.optimizers import OptimizerConfig, build_schedule
 from jaxdist.pipeline import schedule as schedules
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.step import StepConfig, TrainStep, build_train_step
+from support.models import FAST_COMPILE, worst
+from support.pipelines import LENGTH, MODEL, SEVEN, Case, batch_for, build
 
-# Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal weights.
-MODEL = replace(TINY, num_layers=8, num_kv_heads=2, z_loss=1e-4)
-SEVEN = replace(MODEL, num_layers=7)
 # A place holds whole patterns: of two stages the last has one layer of padding.
 LOCAL = replace(SEVEN, layer_pattern=("local", "global"), window=5, rope_theta_local=100.0)
 # With weights that large (0.2), bfloat16 noise grows tenfold on its way through eight layers.
 CALM = replace(MODEL, init_std=0.05)
 TIED = {"tie_embeddings": True}
-OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
-BATCH, LENGTH = 16, 16
-
-
-class Case(NamedTuple):
-    """A pipeline on a mesh, and what flows through it."""
-
-    stages: int = 2
-    microbatches: int = 4
-    chunks: int = 1
-    schedule: str = "1f1b"
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    zero: int = 3
-    accumulation: int = 1
-    edges: Any = "sharded"
-    gather_once: bool = False
-    remat: str = "layers"
-    compute: str = "float32"
-    model: TransformerConfig = MODEL
-    packed: bool = False
-
-    @property
-    def devices(self) -> int:
-        return self.stages * self.data * self.fsdp * self.tensor
-
-    @property
-    def config(self) -> PipelineConfig:
-        return PipelineConfig(
-            self.schedule, self.microbatches, self.chunks, self.edges, self.gather_once, self.remat
-        )
-
-    @property
-    def staging(self) -> Staging | None:
-        period = len(self.model.layer_pattern)
-        return Staging(self.config, self.model.num_layers, self.stages, period) if self.stages > 1 else None
 
 
 class Result(NamedTuple):
@@ -81,31 +31,6 @@ class Result(NamedTuple):
     gradients: Any
     trainable: Any
     evaluated: tuple[float, float]
-
-
-def build(case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
-    config = meshes.MeshConfig(
-        pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
-    )
-    mesh = meshes.build_mesh(config, jax.devices()[: case.devices])
-    rules = sharding.build_rules(
-        config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
-    )
-    step = StepConfig(accumulation=case.accumulation, compute=case.compute, remat=remat, staging=case.staging)
-    rate = build_schedule(optimizer, 1000, BATCH)
-    return build_train_step(spec_of(case.model), optimizer, rate, mesh, rules, step)
-
-
-def batch_for(case: Case) -> dict[str, Any]:
-    batch = batch_of(case.model, BATCH, LENGTH)
-    if case.packed:  # two documents a row, cut at another place in each, and padding in one
-        cut = np.arange(BATCH)[:, None] % (LENGTH - 4) + 2
-        row = np.arange(LENGTH)[None, :]
-        second = row >= cut
-        batch["segment_ids"] = (1 + second).astype(np.int32)
-        batch["positions"] = np.where(second, row - cut, row).astype(np.int32)
-        batch["segment_ids"][3, 12:], batch["weights"][3, 12:] = 0, 0
-    return batch
 
 
 def one_device(case: Case) -> Case:

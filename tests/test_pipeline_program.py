@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.extend import core as jax_core
-from models_for_tests import FAST_COMPILE, collectives, loop_bodies, reachable
-from test_pipeline import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
 
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.training.step import TrainStep
+from support.models import FAST_COMPILE
+from support.pipelines import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
+from support.programs import collectives, loop_bodies, reachable, stage_dependent_predicates
 
 
 def abstract_inputs(built: TrainStep, case: Case):
@@ -31,72 +30,6 @@ def traced(case: Case, remat: str = "none"):
     """Returns the traced step; remat is that of layers without a pipeline."""
     built = build(case, remat)
     return built.step.trace(*abstract_inputs(built, case))
-
-
-def _inner(equation) -> list[Any]:
-    """Returns the jaxprs in an equation's parameters."""
-    found = []
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, jax_core.ClosedJaxpr):
-                one = one.jaxpr
-            if isinstance(one, jax_core.Jaxpr):
-                found.append(one)
-    return found
-
-
-def scan_sizes(params) -> tuple[int, int]:
-    """Returns the numbers of a scan's constants and carried values, in jax before 0.12 and from it on."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carried, _ = (
-        params["ft_in"].unpack() if hasattr(params["ft_in"], "unpack") else params["ft_in"]
-    )
-    return tuple(len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in (constants, carried))
-
-
-def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, list[bool]]:
-    """Returns (stage numbers read, conditionals, which outputs depend on the stage) of a jaxpr.
-
-    Args:
-      varying: numbers of the inputs that depend on the stage.
-
-    Raises:
-      AssertionError: a predicate of a conditional or a loop depends on the stage.
-    """
-    depends = {jaxpr.invars[i] for i in varying}
-    reads = conditionals = 0
-
-    def found(atom) -> bool:
-        return isinstance(atom, jax_core.Var) and atom in depends
-
-    for equation in jaxpr.eqns:
-        name, inputs = equation.primitive.name, [found(atom) for atom in equation.invars]
-        tainted = any(inputs) or name == "axis_index"
-        reads += name == "axis_index"
-        if name == "cond":
-            conditionals += 1
-            assert not inputs[0], "a conditional's predicate depends on the stage"
-        assert name != "while" or not any(inputs[: equation.params["cond_nconsts"]])
-        for inner in () if name == "pallas_call" else _inner(equation):  # a kernel is on one device
-            assert len(inner.invars) <= len(inputs) + 1
-            lead = len(inputs) - len(inner.invars)
-            marks = {i for i in range(len(inner.invars)) if lead + i >= 0 and inputs[lead + i]}
-            if name == "shard_map":  # its inputs that are split over stages are a stage's own
-                marks |= {i for i, spec in enumerate(equation.params["in_specs"]) if "pipeline" in str(spec)}
-            outs: list[bool] = []
-            while True:  # what a loop carries round may bring the stage back in
-                r, c, outs = stage_dependent_predicates(inner, frozenset(marks))
-                first, carried = scan_sizes(equation.params) if name == "scan" else (0, 0)
-                more = {first + i for i in range(carried) if outs[i]} - marks
-                if not more:
-                    break
-                marks |= more
-            reads, conditionals = reads + r, conditionals + c
-            tainted = tainted or any(outs)
-        if tainted and name not in ("psum", "pmax"):  # the same on all stages after these
-            depends.update(equation.outvars)
-    return reads, conditionals, [found(atom) for atom in jaxpr.outvars]
 
 
 @pytest.mark.parametrize("source", ["axis_index", "rows"])

@@ -6,15 +6,15 @@ from functools import lru_cache
 import jax
 import numpy as np
 import pytest
-from models_for_tests import FAST_COMPILE, bitwise_equal
-from test_pipeline import MODEL, SEVEN, Case, batch_for, build
-from test_train_command import overrides, refused
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import read_step
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.optimizers import OptimizerConfig
 from jaxdist.pipeline import schedule as schedules
+from support.models import FAST_COMPILE, bitwise_equal
+from support.pipelines import MODEL, SEVEN, Case, batch_for, build
+from support.runs import overrides, refused
 
 ADAMW = OptimizerConfig(learning_rate=0.01, warmup_steps=1)
 

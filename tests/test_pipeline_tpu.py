@@ -10,9 +10,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from support.paths import ROOT, TESTS
 
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
@@ -38,7 +39,6 @@ def _compile(name: str) -> dict:
     """
     import jax
     from jax.experimental import topologies
-    from test_pipeline_program import stage_dependent_predicates
 
     from jaxdist import mesh as meshes
     from jaxdist import sharding
@@ -47,6 +47,7 @@ def _compile(name: str) -> dict:
     from jaxdist.training.staging import PipelineConfig, Staging
     from jaxdist.training.state import describe
     from jaxdist.training.step import StepConfig, build_train_step
+    from support.programs import stage_dependent_predicates
 
     size, schedule, number, *settings = name.split()
     given, microbatches = {"quick": QUICK, "large": LARGE}[size], int(number)
@@ -112,8 +113,7 @@ def results(*names: str) -> dict[str, dict]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
     }
-    root = Path(__file__).parents[1]
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environ.get("PYTHONPATH")]))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), environ.get("PYTHONPATH")]))
     command = [sys.executable, __file__, *names]
     child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200)
     assert child.returncode == 0, child.stderr[-4000:]

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from pathlib import Path
 
 import jax
 import pytest
@@ -11,8 +10,8 @@ from jaxdist import config as configs
 from jaxdist import dry_run, recipe, remat
 from jaxdist.planner import memory, targets
 from jaxdist.recipe import RunConfig
+from support.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 SMALL = {"batch.global_size": 32, "precision.compute": "bfloat16", "remat.policy": "full"}
 
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import command, environment, last_step, losses, train
 
 from jaxdist import recipe
 from jaxdist.checkpoint.folder import list_steps
@@ -17,6 +16,7 @@ from jaxdist.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
+from support.runs import command, environment, last_step, losses, train
 
 LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from contextlib import closing
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from jaxdist import config, report
 from jaxdist.telemetry import charts, html, metrics, summary
+from support.paths import ROOT
 
-ROOT = Path(report.__file__).parents[1]
 HOSTILE = "</script><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>'\"&"
 
 

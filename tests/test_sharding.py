@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models_for_tests import (
+
+from jaxdist import sharding
+from jaxdist.adapters.lora import LoraConfig, adapted
+from jaxdist.config import ConfigError
+from jaxdist.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
+from jaxdist.models.transformer import Transformer
+from jaxdist.optimizers import build_schedule
+from jaxdist.sharding import Rules
+from jaxdist.training.staging import PipelineConfig, Staging
+from jaxdist.training.state import describe
+from jaxdist.training.step import StepConfig, build_train_step
+from support.models import (
     FAST_COMPILE,
     FSDP,
     MIXED,
@@ -24,17 +35,6 @@ from models_for_tests import (
     spec_of,
     worst,
 )
-
-from jaxdist import sharding
-from jaxdist.adapters.lora import LoraConfig, adapted
-from jaxdist.config import ConfigError
-from jaxdist.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
-from jaxdist.models.transformer import Transformer
-from jaxdist.optimizers import build_schedule
-from jaxdist.sharding import Rules
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
 
 
 def rules(zero: int = 3, sequence_parallel: bool = False, **sizes: int) -> Rules:

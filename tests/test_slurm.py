@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import SETTINGS, events
-from test_train import command, environment, every_loss, last_step, losses
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.launches import SETTINGS, events
+from support.paths import ROOT
+from support.runs import command, environment, every_loss, last_step, losses
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PYTHON = Path(sys.executable).parent
 

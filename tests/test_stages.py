@@ -13,6 +13,7 @@ import pytest
 
 from jaxdist import command_line, dry_run, recipe, stages
 from jaxdist.telemetry import html, summary
+from support.paths import DOCS, ROOT
 
 
 def lines(*arguments: str) -> list[str]:
@@ -141,7 +142,7 @@ def test_a_very_long_timeline_is_not_drawn():
 
 
 def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
-    folder = Path(__file__).parent.parent / "docs" / "images"
+    folder = DOCS / "images"
     script = shutil.copy(folder / "timelines.py", tmp_path)
     runpy.run_path(script, run_name="__main__")
     drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
@@ -149,7 +150,7 @@ def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
 
 
 def test_the_chart_of_memory_is_drawn_from_its_results():
-    folder = Path(__file__).parent.parent
+    folder = ROOT
     script = runpy.run_path(str(folder / "docs" / "images" / "memory.py"))
     record = json.loads((folder / "benchmarks" / "results" / "tpu-pipeline.json").read_text())
     needed = {f"large {name} {m}" for name in ("1f1b", "interleaved") for m in (8, 32)}

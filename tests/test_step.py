@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_for_tests import (
+
+from jaxdist.models.staged import Loss, as_loss
+from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.training.state import describe
+from jaxdist.training.step import StepConfig, build_train_step
+from support.models import (
     MIXED,
     ONE,
     OPTIMIZER,
@@ -22,11 +27,6 @@ from models_for_tests import (
     step_of,
     worst,
 )
-
-from jaxdist.models.staged import Loss, as_loss
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
 
 DROPPING = replace(TINY, dropout=0.2, tie_embeddings=True, z_loss=1e-3)
 # Plain SGD: an update is the clipped gradient itself, where Adam would hide its scale.

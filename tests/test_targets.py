@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from jaxdist import hardware, mesh
 from jaxdist.config import ConfigError
 from jaxdist.planner import targets
+from support.paths import ROOT
 
 GB = 1e9
 
@@ -160,8 +160,7 @@ print(json.dumps(found))
 
 
 def in_child(cases):
-    root = Path(__file__).resolve().parent.parent
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-c", CHILD, json.dumps(cases)]
     child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from jaxdist.telemetry import metrics
+from support.paths import ROOT
 
-PACKAGE = Path(metrics.__file__).parents[1]
+PACKAGE = ROOT / "jaxdist"
 EVENTS = set(  # DESIGN section 5, and what issue 5 adds to it: docs/reliability.md
     "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
     + "spike drift straggler".split()
@@ -82,7 +83,7 @@ def test_kill_9_leaves_only_whole_lines(tmp_path):
         "for step in range(1, 10**9): writer.write(step, {'loss': 1 / step, 'text': 'x' * 300})\n"
     )
     path = tmp_path / "metrics.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=PACKAGE.parent)
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 60
         while not path.exists() or path.stat().st_size < 100_000:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import jax
 import pytest
@@ -11,7 +10,8 @@ from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.planner import communication, targets, timing
 from jaxdist.telemetry import hlo
-from tests.test_communication import CASES, GOLDEN, read
+from support.paths import CONFIGS, HLO
+from support.stored_programs import CASES, read
 
 V5E = targets.parse("v5e:16x16")
 
@@ -153,7 +153,7 @@ ENTRY %main (p: f32[]) -> f32[] {{
 
 def test_a_real_gather_is_hidden_by_its_matmul():
     target, _ = CASES["v5e_fsdp256"]
-    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     found = read("v5e_fsdp256")
     gather = found["async-collective-start"]
     assert gather.asynchronous and gather.wire_s > 0
@@ -165,7 +165,7 @@ def test_a_real_gather_is_hidden_by_its_matmul():
 
 
 def test_kernels_of_a_real_step_are_counted():
-    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     kernels = timing.attention_kernels(module)
     forward = 2 * 2 * 6 * 64 * 2048 * 2048 * 128 / 2  # 6 sequences and 64 heads a device, causal
     expected = [("forward", 1), ("forward", 1), ("dq", 1.5), ("dkv", 2.0)]
@@ -179,7 +179,7 @@ def test_kernels_of_a_real_step_are_counted():
 
 
 def test_a_fused_backward_kernel_costs_less_than_two():
-    text = (GOLDEN / "v5e_fsdp256.txt").read_text()
+    text = (HLO / "v5e_fsdp256.txt").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("  %splash_mha_dq")]
     assert len(lines) == len(text.splitlines()) - 1
     kernels = timing.attention_kernels(hlo.parse("\n".join(lines)))
@@ -188,7 +188,7 @@ def test_a_fused_backward_kernel_costs_less_than_two():
 
 
 def test_narrow_heads_fill_half_of_wide_matrix_units():
-    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     attention = sum(k.count * k.flops for k in timing.attention_kernels(module))
     compute = module.cycles(module.entry) / 1.75e9
     time = estimate(module, target=targets.parse("v6e:16x16"))
@@ -196,7 +196,7 @@ def test_narrow_heads_fill_half_of_wide_matrix_units():
 
 
 def test_kernels_of_cudnn():
-    module = hlo.parse((GOLDEN / "h100_4x8.txt").read_text())
+    module = hlo.parse((HLO / "h100_4x8.txt").read_text())
     kernels = timing.attention_kernels(module)
     forward = 2 * 2 * 8 * 8 * 8192 * 8192 * 128 / 2  # 8 sequences, 8 of 32 heads
     assert sorted((k.role, k.flops / forward) for k in kernels) == [
@@ -205,7 +205,7 @@ def test_kernels_of_cudnn():
 
 
 def test_other_kernels_are_named():
-    text = (GOLDEN / "v5e_fsdp256.txt").read_text()
+    text = (HLO / "v5e_fsdp256.txt").read_text()
     text = re.sub(r"splash_mha_fwd_residuals.2 = (.*?)op_name=\"[^\"]*\"", r"mine = \1op_name=\"x\"", text)
     assert "%mine = " in text
     assert estimate(hlo.parse(text)).notes == ("kernels of unknown cost were left out: mine",)
@@ -259,7 +259,7 @@ def test_what_gpu_compute_does_not_cover_is_exposed():
 
 
 def test_recomputation_and_bubble_are_parts_of_the_step():
-    module = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text())
+    module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     executed = estimate(module).hfu * estimate(module).step_s * 197e12
     useful = {"causal": 0.6 * executed * 256 / 1e6, "full": executed}
     time = estimate(module, flops_per_token=useful)
@@ -273,10 +273,10 @@ def test_recomputation_and_bubble_are_parts_of_the_step():
 
 
 def test_the_time_of_a_run_takes_its_sizes_from_the_config():
-    loaded = configs.load("dense_16b:tiny", folders=[Path(__file__).parents[1] / "configs"])
+    loaded = configs.load("dense_16b:tiny", folders=[CONFIGS])
     run = recipe.from_config(loaded)
     _, rules, spec = recipe.validate(run, jax.devices()[:1], with_data=False)
-    module, found = hlo.parse((GOLDEN / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())
+    module, found = hlo.parse((HLO / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())
     time = timing.estimate(run, spec, rules, V5E, module, found)
     assert run.precision.compute == "float32" and time.mfu_causal is None  # no peak is published for it
     assert time.tokens_per_s == pytest.approx(16 * 128 / time.step_s)

@@ -1,105 +1,28 @@
 """Real runs as processes: they learn, die by kill -9, go on exactly, and change machines."""
 
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from jaxdist.checkpoint.folder import list_steps, read_step, step_path
-from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.telemetry.metrics import read_events, read_rows
-
-TINY = {
-    "train.steps": 60,
-    "train.max_minutes": 0,
-    "train.eval_every": 0,
-    "train.log_every": 1,
-    "batch.sequence_length": 32,
-    "batch.global_size": 8,
-    "model.num_layers": 2,
-    "model.d_model": 32,
-    "model.d_ff": 64,
-    "model.head_dim": 8,
-    "model.dropout": 0.1,
-    "optimizer.warmup_steps": 5,
-    "checkpoint.every_steps": 7,
-    "checkpoint.keep_last": 3,
-}
-
-
-def command(workdir: Path, **changes) -> list[str]:
-    settings = TINY | {key.replace("__", "."): value for key, value in changes.items()}
-    flags = [f"--config.{key}={str(value).lower()}" for key, value in settings.items()]
-    train = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart"]
-    return [*train, "--workdir", str(workdir), *flags]
-
-
-def environment(devices: int) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-
-
-def train(workdir: Path, devices: int = 1, **changes) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        command(workdir, **changes), env=environment(devices), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def train_and_kill(workdir: Path, after_step: int, devices: int = 1, **changes) -> None:
-    """Starts a run and kills it -9 as soon as its metrics show the step."""
-    process = subprocess.Popen(
-        command(workdir, **changes),
-        env=environment(devices),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while process.poll() is None and last_step(workdir) < after_step:
-        time.sleep(0.002)
-    assert process.poll() is None, "the run ended before it could be killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def last_step(workdir: Path) -> int:
-    metrics = workdir / "metrics.jsonl"
-    return max((row["step"] for row in read_rows(metrics).train), default=0) if metrics.exists() else 0
-
-
-def losses(workdir: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_rows(workdir).train}
-
-
-def every_loss(workdir: Path) -> dict[int, set[float]]:
-    """Returns all losses written for a step: those of steps done twice, too."""
-    found: dict[int, set[float]] = {}
-    for line in (workdir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row["step"], set()).add(row["loss"])
-    return found
-
-
-def final_arrays(workdir: Path, step: int = TINY["train.steps"]) -> dict[str, np.ndarray]:
-    folder = workdir / "checkpoints"
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = {
-        name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=here)
-        for name, info in read_step(folder, step).arrays.items()
-    }
-    backend = OrbaxBackend(timeout_s=60)
-    found = backend.read(step_path(folder, step), abstract)
-    backend.close()
-    return jax.device_get(found)
+from support.runs import (
+    command,
+    environment,
+    every_loss,
+    final_arrays,
+    last_step,
+    losses,
+    train,
+    train_and_kill,
+)
 
 
 @pytest.fixture(scope="session")

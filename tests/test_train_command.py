@@ -9,26 +9,13 @@ import sys
 import numpy as np
 import pytest
 
-from jaxdist import command_line, dry_run, recipe, train
+from jaxdist import dry_run, recipe, train
 from jaxdist.mesh import MeshConfig
+from support.runs import overrides, refused
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
 FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1")
 FEW += ("optimizer.name=adamw",)
-
-
-def overrides(*settings: str) -> list[str]:
-    return [f"--config.{setting}" for setting in settings]
-
-
-def refused(capsys, *arguments: str) -> list[str]:
-    """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
-    with pytest.raises(SystemExit) as stopped:
-        command_line.main_with_config_errors(lambda: train.main(list(arguments)))
-    assert stopped.value.code == 78
-    lines = capsys.readouterr().err.splitlines()
-    assert lines and all(line.startswith("error: ") for line in lines)
-    return [line.removeprefix("error: ") for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import command, environment
 
 from jaxdist.config import EXIT_CONFIG
 from jaxdist.resilience import EXIT_HANG, watchdog, watcher
 from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.metrics import read_events, read_rows
+from support.runs import command, environment
 
 LIMIT_S, MOST_S = 1.5, 6.0  # MOST_S: of the issue, from the limit to the end
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.faulty_train import KINDS, NEED_MOUNT
-from launched import (
+
+from support.faulty_train import KINDS, NEED_MOUNT
+from support.launches import (
     apart,
     assert_fed_once,
     events,
@@ -25,7 +26,7 @@ from launched import (
     parameters,
     same_bits,
 )
-from test_train import losses
+from support.runs import losses
 
 pytestmark = pytest.mark.chaos
 

@@ -1,6 +1,6 @@
 """One of several processes that read a Hugging Face folder; prints what it read and held, as JSON.
 
-python tests/reading_for_tests.py FOLDER fsdp=4
+python tests/support/read_huggingface.py FOLDER fsdp=4
 """
 
 import json

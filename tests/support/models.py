@@ -155,61 +155,6 @@ def run(
     return Result(*jax.device_get(inspect(state, placed)))
 
 
-def collectives(
-    module: hlo.Module, kinds: tuple[str, ...] = ("all-reduce",)
-) -> list[tuple[str, str, str, tuple[int, ...]]]:
-    """Returns (computation, kind, dtype, shape) of each array that a collective gives."""
-    found = []
-    for name, instructions in module.computations.items():
-        for instruction in instructions.values():
-            if instruction.opcode.removesuffix("-start") not in kinds:
-                continue
-            kind = instruction.opcode.removesuffix("-start")
-            result = instruction.text[: instruction.text.index(f" {instruction.opcode}(")]
-            for text in result.strip("()").split("f32[")[1:]:
-                found.append((name, kind, "f32", _shape(text)))
-            for text in result.strip("()").split("bf16[")[1:]:
-                found.append((name, kind, "bf16", _shape(text)))
-    return found
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in text[: text.index("]")].split(",") if dim)
-
-
-def loop_bodies(module: hlo.Module) -> dict[str, int | None]:
-    """Returns {name of a while loop's body: how often it runs}."""
-    return {
-        instruction.called("body")[0]: module.trip_count(instruction)
-        for instructions in module.computations.values()
-        for instruction in instructions.values()
-        if instruction.opcode == "while"
-    }
-
-
-def reachable(module: hlo.Module, computation: str) -> set[str]:
-    """Returns the computation and all it calls."""
-    names, todo = set(), [computation]
-    while todo:
-        name = todo.pop()
-        if name in names:
-            continue
-        names.add(name)
-        for instruction in module.computations.get(name, {}).values():
-            todo += instruction.called("calls", "to_apply", "body", "condition", "branch_computations")
-    return names
-
-
-def buffer_shapes(module: hlo.Module) -> set[tuple[int, ...]]:
-    """Returns the shapes of all arrays in the program, those inside fused loops too."""
-    return {
-        shape
-        for instructions in module.computations.values()
-        for instruction in instructions.values()
-        for shape in instruction.shapes
-    }
-
-
 def worst(ours: Any, reference: Any) -> float:
     """Returns max over leaves of max|difference| / max|reference|."""
     errors = jax.tree.map(
@@ -225,3 +170,11 @@ def bitwise_equal(one: Any, other: Any) -> bool:
         np.asarray(a).tobytes() == np.asarray(b).tobytes()
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     )
+
+
+@lru_cache
+def model_of(config: TransformerConfig) -> Transformer:
+    """Returns a fresh model (made in one program, which is faster than array by array)."""
+    spec = spec_of(config)
+    build = jax.jit(lambda: spec.fresh(jax.random.key(0)), compiler_options=FAST_COMPILE)
+    return spec.assemble(*build())

@@ -1,6 +1,6 @@
 """What is pinned in tests/golden: config keys, sharding tables of the shipped configs, rules of thumb.
 
-`python tests/goldens.py` writes them anew; then read the diff.
+`python tests/support/goldens.py` writes them anew; then read the diff.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path.insert(0, str(ROOT))
 
 from jaxdist import annotations, config, recipe, sharding  # noqa: E402
@@ -26,7 +26,7 @@ from jaxdist.planner import rules, targets  # noqa: E402
 from jaxdist.training.state import ModelSpec, describe  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
-COMMAND = "python tests/goldens.py"
+COMMAND = "python tests/support/goldens.py"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("[a-z]*.py"))
 SMALL = ("quickstart", "gpt2_124m", "vit_digits")
 

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from test_train import command, environment, final_arrays
 
 from jaxdist.data.dataset import Dataset
 from jaxdist.resilience.health import SkippingDataset
 from jaxdist.telemetry.metrics import read_events
+from support.paths import SUPPORT
+from support.runs import command, environment, final_arrays
 
-RECORDED = Path(__file__).resolve().parent / "chaos" / "faulty_train.py"  # jaxdist.train with a ledger
+RECORDED = SUPPORT / "faulty_train.py"  # jaxdist.train with a ledger
 
 STEPS = 50
 SETTINGS = {
@@ -32,7 +33,7 @@ def start(
     """Starts the agent of a run.
 
     Args:
-      recorded: variables of `chaos/faulty_train.py`, which then trains; its ledger is beside the workdir.
+      recorded: variables of `faulty_train.py`, which then trains; its ledger is beside the workdir.
     """
     own = [sys.executable, "-m", "jaxdist.launch", "--devices-per-process", str(devices), *flags, "--"]
     train, variables = command(workdir, **(SETTINGS | changes)), environment(1)

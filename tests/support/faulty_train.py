@@ -235,8 +235,8 @@ def install() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # tests, where support is
     if ORDERS:
-        from test_checkpoint_integrity import DAMAGE  # imports pytest: not in a step, whose time is watched
+        from support.checkpoints import DAMAGE
     install()
     runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)

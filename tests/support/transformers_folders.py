@@ -1,0 +1,34 @@
+"""Folders that transformers writes now, of random models. Needs torch and transformers."""
+
+import importlib.util
+
+import numpy as np
+import torch
+import transformers
+
+from support.huggingface import FOLDERS
+
+_spec = importlib.util.spec_from_file_location("make", FOLDERS / "make.py")
+make = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make)
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+BIGGER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4}
+LENGTH = 20
+NAMES = sorted(make.configs())
+
+
+def made(name, folder, *, flip=False, dtype=torch.float32, shard="1GB"):
+    """Writes a random model of a family; returns it. With `flip`, tied where it is not, or untied."""
+    config = make.configs(**BIGGER)[name]
+    if flip:
+        config.tie_word_embeddings = not config.tie_word_embeddings
+    model = make.build(config, seed=hash(name) % 100, dtype=dtype)
+    assert all(p.std() > 0.1 for p in model.parameters()), "all weights are random"
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, LENGTH))
+    np.save(folder / "tokens.npy", tokens.astype(np.int32))
+    np.save(folder / "logits.npy", make.logits_of(model, tokens))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model.float()
