@@ -21,7 +21,7 @@ import measuring
 import step as steps
 from handwritten import SHAPES, Options, Shape
 
-from jaxdist import hardware
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.pipeline.schedule import SCHEDULES, bubble_fraction
 from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.training.staging import PipelineConfig
@@ -30,7 +30,7 @@ from jaxdist.training.staging import PipelineConfig
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
-    os.environ.update(hardware.flag_environment("cpu", os.environ))
+    os.environ.update(platform_flags.flag_environment("cpu", os.environ))
     os.environ.setdefault("NPROC", str(4 * flags.devices))  # threads: collectives block one each
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.devices)

@@ -29,7 +29,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import hardware, machine, recipe
+from jaxdist import machine, recipe
+from jaxdist.hardware import chips
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.mesh import build_mesh
 
 LEARNING_RATE = 1e-3
@@ -58,7 +60,7 @@ class Side:
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
-    os.environ.update(hardware.flag_environment(hardware.detect_platform(os.environ), os.environ))
+    os.environ.update(platform_flags.flag_environment(platform_flags.detect_platform(os.environ), os.environ))
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     machine.skip_absent_tpu(os.environ)
@@ -299,7 +301,7 @@ def side_record(side: Side, shape: Shape, dtype: str, times, inner: int, rate: d
     processor = measuring.quartiles([t.processor_s / inner for t in times])
     flops, tokens = handwritten.model_flops(shape), shape.batch * shape.sequence
     device = jax.devices()[0]
-    chip = hardware.chip_for(device.device_kind)
+    chip = chips.chip_for(device.device_kind)
     peak = chip.peak(dtype) if chip else None
     mine = flops / wall["median"] / jax.device_count()
     memory = side.compiled.memory_analysis()

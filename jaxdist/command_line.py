@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jaxdist import config as configs
 from jaxdist import pretrained, workdir
 from jaxdist.config import ConfigError
-from jaxdist.extras import MissingExtra
+from jaxdist.config.extras import MissingExtra
 from jaxdist.models import registry
 from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
 from jaxdist.resilience.progress import default_workdir

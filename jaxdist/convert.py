@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist import adapters, command_line, interop, recipe, trees, workdir
+from jaxdist import adapters, command_line, interop, recipe, workdir
 from jaxdist import config as configs
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import registry

@@ -16,9 +16,11 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import command_line, extras, hardware, machine
-from jaxdist.config import ConfigError
+from jaxdist import command_line, machine
+from jaxdist.config import ConfigError, extras
 from jaxdist.data import DataConfig
+from jaxdist.hardware import chips
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.mesh import count_slices
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 
@@ -45,7 +47,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     except Exception as error:  # plugins fail in many ways, and this is what one asks the doctor
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
-    chip = hardware.chip_for(kind)
+    chip = chips.chip_for(kind)
     found = versions()
     known: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
     known |= {package: found.get(package) for package in PACKAGES}
@@ -78,7 +80,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
 # --- sections -------------------------------------------------------------------------------------
 
 
-def _chip(chip: hardware.Chip, device: jax.Device) -> dict[str, Any]:
+def _chip(chip: chips.Chip, device: jax.Device) -> dict[str, Any]:
     limit = (device.memory_stats() or {}).get("bytes_limit")  # where the runtime says so
     return dataclasses.asdict(chip) | {"usable_hbm_bytes": chip.compiler_hbm_bytes or limit}
 
@@ -101,8 +103,8 @@ def _disk(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    platform = hardware.detect_platform(environ)
-    changes = hardware.flag_environment(platform, environ)
+    platform = platform_flags.detect_platform(environ)
+    changes = platform_flags.flag_environment(platform, environ)
     return [
         {
             "setting": flag.setting,
@@ -111,11 +113,11 @@ def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
             "why": flag.why,
             "source": flag.source,
         }
-        for flag in hardware.FLAGS[platform]
+        for flag in platform_flags.FLAGS[platform]
     ]
 
 
-def mfu_meaning(device_kind: str, chip: hardware.Chip | None) -> str:
+def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
     """Returns what `mfu` in metrics.jsonl will be on this device."""
     if chip is None:
         return f"{device_kind}: peak unknown, so mfu will be null; it is never guessed"

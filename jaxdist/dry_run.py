@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxdist import hardware, recipe, stages
+from jaxdist import recipe, stages
 from jaxdist.config import ConfigError
+from jaxdist.hardware import chips
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.mesh import AXES, MeshConfig, build_mesh
 from jaxdist.planner import memory
 from jaxdist.recipe import RunConfig
@@ -38,7 +40,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say("\n" + explain(recipe.placements(run, spec, rules)))
     flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     known = flags if flags in ("tpu", "gpu", "cpu") else "cpu"
-    say("\n" + hardware.flag_table(known))  # type: ignore[arg-type]
+    say("\n" + platform_flags.flag_table(known))  # type: ignore[arg-type]
     built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])
@@ -58,7 +60,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
 
 
 def _against_capacity(size: int, device: jax.Device) -> str:
-    chip = hardware.chip_for(device.device_kind)
+    chip = chips.chip_for(device.device_kind)
     if chip is None:
         return f"  {device.device_kind}: memory unknown, so not compared"
     capacity = chip.compiler_hbm_bytes or chip.hbm_bytes
@@ -118,7 +120,7 @@ def missing_devices(mesh: MeshConfig, environ: dict[str, str] | Any) -> int | No
 
     Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
     """
-    if hardware.detect_platform(environ) != "cpu":
+    if platform_flags.detect_platform(environ) != "cpu":
         return None
     if "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", ""):
         return None

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxdist import command_line, extras, inference
-from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist import command_line, inference
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
 from jaxdist.inference import HeldOut
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal

@@ -11,7 +11,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
 from jaxdist.decoding import Generate, SamplingConfig
 from jaxdist.recipe import RunConfig
-from jaxdist.telemetry import html, summary
+from jaxdist.report_page import html, summary
 from jaxdist.telemetry.display import Display
 from jaxdist.training.state import State
 

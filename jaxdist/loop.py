@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from jaxdist import config as configs
-from jaxdist import extras, keepsakes, machine, recipe, resume, stages, workdir
+from jaxdist import keepsakes, machine, recipe, resume, stages, workdir
 from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import extras
 from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.decoding import Generate, build_generator

@@ -21,8 +21,8 @@ from jax._src import cache_key, distributed  # no public doors; the same names i
 from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
-from jaxdist import hardware
 from jaxdist.config import ConfigError
+from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
 _numbers = itertools.count()  # the same on all processes: they ask the same in order
@@ -38,9 +38,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     The user's own flags and cache settings win. Returns lines that say which flags were
     set and which launcher was found; None if neither.
     """
-    platform = hardware.detect_platform(environ)
+    platform = flags.detect_platform(environ)
     add_threads(environ)
-    changed = hardware.flag_environment(platform, environ)
+    changed = flags.flag_environment(platform, environ)
     environ.update(changed)
     skip_absent_tpu(environ)
     if folder := compile_cache_folder(environ):
@@ -52,7 +52,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
     """Keeps jax from a long, loud search for TPUs where libtpu is only here for its compiler."""
-    cpu = hardware.detect_platform(environ) == "cpu"
+    cpu = flags.detect_platform(environ) == "cpu"
     if cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
         jax.config.update("jax_platforms", "cpu")
 

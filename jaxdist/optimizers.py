@@ -23,8 +23,7 @@ import optax
 from jax.typing import ArrayLike
 from optax import contrib
 
-from jaxdist import trees
-from jaxdist.config import ConfigError, suggest
+from jaxdist.config import ConfigError, suggest, trees
 
 Names = Sequence[str | None]
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxdist import adapters, interop, recipe, trees
-from jaxdist.config import ConfigError
+from jaxdist import adapters, interop, recipe
+from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft

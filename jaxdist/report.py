@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxdist import config
 from jaxdist.checkpoint.folder import write_whole
-from jaxdist.telemetry import html, summary
+from jaxdist.report_page import html, summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

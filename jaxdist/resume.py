@@ -14,12 +14,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist import machine, pretrained, trees, workdir
+from jaxdist import machine, pretrained, workdir
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import store as checkpoints
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore, Restored
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
 from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import peers

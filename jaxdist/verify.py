@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxdist import command_line, hardware
+from jaxdist import command_line
 from jaxdist.config import ConfigError
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.proof import PRECISIONS, prove
 
@@ -55,8 +56,8 @@ def _devices(count: int) -> Sequence[jax.Device]:
     """
     if count < 2:
         raise ConfigError(f"--devices {count}: must be >= 2, there is nothing else to compare")
-    platform = hardware.detect_platform(os.environ)
-    os.environ.update(hardware.flag_environment(platform, os.environ))
+    platform = platform_flags.detect_platform(os.environ)
+    os.environ.update(platform_flags.flag_environment(platform, os.environ))
     if platform == "cpu":
         _emulate(count)
     found = jax.devices()[:count]

@@ -17,12 +17,13 @@ from typing import Any, Literal
 import jax
 
 import jaxdist
-from jaxdist import adapters, hardware
+from jaxdist import adapters
 from jaxdist import config as configs
 from jaxdist.checkpoint.folder import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
+from jaxdist.hardware import chips
 from jaxdist.optimizers import role_of
 from jaxdist.recipe import (
     RunConfig,
@@ -286,7 +287,7 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
 
 def throughput(run: RunConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> Throughput:
     """Returns the meter that turns times into tokens/s and MFU; MFU is None on unknown chips."""
-    chip = hardware.chip_for(devices[0].device_kind)
+    chip = chips.chip_for(devices[0].device_kind)
     flops = model_flops(run, spec)
     return Throughput(
         num_devices=len(devices),

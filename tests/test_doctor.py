@@ -6,7 +6,9 @@ from importlib import metadata
 import jax
 import pytest
 
-from jaxdist import doctor, extras, hardware
+from jaxdist import doctor
+from jaxdist.config import extras
+from jaxdist.hardware import chips
 from jaxdist.planner import compiler
 
 TOGETHER = {
@@ -87,10 +89,10 @@ def test_this_jax_s_own_requirement_is_understood():
 
 
 def test_chips_are_told_with_their_source():
-    chip = hardware.chip_for("TPU v5 lite")
+    chip = chips.chip_for("TPU v5 lite")
     assert "197 TFLOP/s" in doctor.mfu_meaning("TPU v5 lite", chip)
     text = doctor.as_text({"chip": doctor._chip(chip, jax.devices()[0])})
     assert "bfloat16 197 TFLOP/s" in text and "usable_hbm_bytes: 15.75 GiB" in text
     assert "link_bytes_per_s: 45 GB/s" in text and f"source: {chip.source}" in text
-    v100 = hardware.chip_for("Tesla V100-SXM2-16GB")
+    v100 = chips.chip_for("Tesla V100-SXM2-16GB")
     assert "no published bfloat16 peak" in doctor.mfu_meaning("Tesla V100-SXM2-16GB", v100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist import hardware
+from jaxdist.hardware import chips
 from jaxdist.pipeline.schedule import bubble_fraction
 from jaxdist.planner import formulas, rules, targets
 from support.goldens import rule
@@ -78,7 +78,7 @@ def test_tensor_parallel_volume():
     assert stream == pytest.approx(134 * MB, rel=0.002)
     payload = 4 * 96 * stream  # two all-reduces of it in a layer's forward pass, two in its backward pass
     assert payload == pytest.approx(51.5 * GB, rel=0.002)
-    h100 = hardware.FAMILIES["h100"]
+    h100 = chips.FAMILIES["h100"]
     assert payload / h100.link_bytes_per_s == pytest.approx(0.11, rel=0.05)
     # 16-way tensor parallelism leaves the node: 128 layers of two 500 MB all-reduces, over 50 GB/s.
     assert 128 * 2 * 500 * MB / h100.network_bytes_per_s == pytest.approx(2.6, rel=0.02)

@@ -6,15 +6,17 @@ import sys
 
 import pytest
 
-from jaxdist import extras, hardware
+from jaxdist.config import extras
+from jaxdist.hardware import chips
+from jaxdist.hardware import flags as platform_flags
 
 
 def test_every_chip_is_complete_sourced_and_found_by_kind():
-    assert len(hardware.CHIPS) >= 19
-    kinds = [kind for chip in hardware.CHIPS for kind in chip.device_kinds]
+    assert len(chips.CHIPS) >= 19
+    kinds = [kind for chip in chips.CHIPS for kind in chip.device_kinds]
     assert len(kinds) == len(set(kinds))
-    for chip in hardware.CHIPS:
-        assert all(hardware.chip_for(kind) is chip for kind in chip.device_kinds)
+    for chip in chips.CHIPS:
+        assert all(chips.chip_for(kind) is chip for kind in chip.device_kinds)
         assert len(chip.source) > 10 and "://" not in chip.source
         assert all(1e12 < peak < 2e16 for peak in chip.peak_flops_per_s.values()), chip.name
         assert 7e9 < chip.hbm_bytes < 4e11 and 2e11 < chip.hbm_bytes_per_s < 1e13
@@ -23,7 +25,7 @@ def test_every_chip_is_complete_sourced_and_found_by_kind():
 
 @pytest.mark.parametrize("kind", ["", "cpu", "NVIDIA H300", "NVIDIA A100", "TPU v9", "h100"])
 def test_an_unknown_chip_is_none_and_never_guessed(kind):
-    assert hardware.chip_for(kind) is None
+    assert chips.chip_for(kind) is None
 
 
 @pytest.mark.parametrize(
@@ -41,20 +43,20 @@ def test_an_unknown_chip_is_none_and_never_guessed(kind):
     ],
 )
 def test_peaks_are_dense_and_per_device(kind, dtype, tflops):
-    chip = hardware.chip_for(kind)
+    chip = chips.chip_for(kind)
     assert chip is not None
     peak = chip.peak(dtype)
     assert peak is None if tflops is None else math.isclose(peak, tflops * 1e12)
 
 
 def test_the_compiler_never_grants_much_more_memory_than_is_sold():
-    tpus = [chip for chip in hardware.CHIPS if chip.compiler_hbm_bytes]
+    tpus = [chip for chip in chips.CHIPS if chip.compiler_hbm_bytes]
     assert len(tpus) == 7
     assert all(0.9 < chip.compiler_hbm_bytes / chip.hbm_bytes < 1.01 for chip in tpus)
 
 
 def test_a_clock_explains_the_peak_by_whole_matrix_units():
-    clocked = [chip for chip in hardware.CHIPS if chip.clock_hz]
+    clocked = [chip for chip in chips.CHIPS if chip.clock_hz]
     assert [chip.family for chip in clocked] == ["v4", "v5e", "v5p", "v6e", "tpu7x"]
     for chip in clocked:
         doublings = math.log2(chip.peak("bfloat16") / chip.clock_hz)
@@ -73,7 +75,7 @@ def test_a_clock_explains_the_peak_by_whole_matrix_units():
     ],
 )
 def test_networks_are_bytes_of_one_device(family, devices, gigabits):
-    assert hardware.FAMILIES[family].network_bytes_per_s * devices * 8 == gigabits * 1e9
+    assert chips.FAMILIES[family].network_bytes_per_s * devices * 8 == gigabits * 1e9
 
 
 @pytest.mark.parametrize(
@@ -81,23 +83,23 @@ def test_networks_are_bytes_of_one_device(family, devices, gigabits):
     [("v5e", 2, 180), ("v5p", 3, 540), ("v6e", 2, 360), ("h100", 0, 450), ("a100", 0, 300)],
 )
 def test_links_are_one_way(family, dims, one_way_gigabytes):
-    chip = hardware.FAMILIES[family]
+    chip = chips.FAMILIES[family]
     assert chip.torus_dims == dims
     assert chip.link_bytes_per_s * chip.num_links == one_way_gigabytes * 1e9
 
 
 def test_a_gpu_on_pcie_reaches_its_host_over_it():
-    assert hardware.chip_for("NVIDIA L4").pcie_bytes_per_s == 32e9
-    assert hardware.chip_for("NVIDIA H100 80GB HBM3").pcie_bytes_per_s == 64e9
+    assert chips.chip_for("NVIDIA L4").pcie_bytes_per_s == 32e9
+    assert chips.chip_for("NVIDIA H100 80GB HBM3").pcie_bytes_per_s == 64e9
 
 
 def test_capacity_is_the_compilers_where_it_is_known():
-    assert hardware.FAMILIES["v5e"].capacity_bytes == int(15.75 * 2**30)
-    assert hardware.FAMILIES["h100"].capacity_bytes == 80_000_000_000
+    assert chips.FAMILIES["v5e"].capacity_bytes == int(15.75 * 2**30)
+    assert chips.FAMILIES["h100"].capacity_bytes == 80_000_000_000
 
 
 def test_flags_are_added_behind_the_users_own():
-    flags = hardware.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
+    flags = platform_flags.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
     assert flags["XLA_FLAGS"] == ("--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true")
     assert flags["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
 
@@ -107,16 +109,16 @@ def test_the_users_values_always_win():
         "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
     }
-    assert hardware.flag_environment("gpu", environ) == {}
-    once = hardware.flag_environment("tpu", {})
-    assert once and hardware.flag_environment("tpu", once) == {}
-    assert hardware.flag_environment("cpu", {}) == {}
+    assert platform_flags.flag_environment("gpu", environ) == {}
+    once = platform_flags.flag_environment("tpu", {})
+    assert once and platform_flags.flag_environment("tpu", once) == {}
+    assert platform_flags.flag_environment("cpu", {}) == {}
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
 def test_the_flag_table_gives_a_reason_and_a_source(platform):
-    text = hardware.flag_table(platform)
-    for flag in hardware.FLAGS[platform]:
+    text = platform_flags.flag_table(platform)
+    for flag in platform_flags.FLAGS[platform]:
         assert flag.name in text and flag.why in text and flag.source in text
 
 
@@ -130,7 +132,7 @@ def start_jax(flags: str) -> subprocess.CompletedProcess:
 
 def test_jaxlib_knows_the_gpu_flags():
     assert start_jax("--xla_gpu_no_such_flag=1").returncode != 0  # an unknown one would abort
-    assert start_jax(hardware.flag_environment("gpu", {})["XLA_FLAGS"]).returncode == 0
+    assert start_jax(platform_flags.flag_environment("gpu", {})["XLA_FLAGS"]).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_jaxlib_knows_the_gpu_flags():
     ],
 )
 def test_detect_platform(environ, files, platform):
-    assert hardware.detect_platform(environ, exists=files.__contains__) == platform
+    assert platform_flags.detect_platform(environ, exists=files.__contains__) == platform
 
 
 def test_extras_load_returns_the_module():

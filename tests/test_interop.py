@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist import interop, trees
-from jaxdist.config import ConfigError
+from jaxdist import interop
+from jaxdist.config import ConfigError, trees
 from jaxdist.interop.reading import INDEX, SINGLE
 from support.huggingface import FAMILIES, FOLDERS, MESH, compare, load_all, logits, opened
 

@@ -26,11 +26,10 @@ from jaxdist import (
     recipe,
     sharding,
     train,
-    trees,
     workdir,
 )
 from jaxdist.adapters import LoraConfig
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.interop import peft
 from jaxdist.models.transformer import Transformer
 from jaxdist.optimizers import OptimizerConfig, build_schedule

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from jaxdist import adapters, interop, trees  # noqa: E402
+from jaxdist import adapters, interop  # noqa: E402
 from jaxdist.adapters import LoraConfig  # noqa: E402
+from jaxdist.config import trees  # noqa: E402
 from jaxdist.interop import peft as ours  # noqa: E402
 from jaxdist.training.state import describe  # noqa: E402
 from support.huggingface import loaded, logits_of, shapes_of  # noqa: E402

@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import config as configs
-from jaxdist import recipe, sharding, trees
+from jaxdist import recipe, sharding
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.layout import to_canonical
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models import registry
 from jaxdist.models.staged import as_loss

@@ -14,7 +14,7 @@ import pytest
 
 from jaxdist import command_line, loop, plan, recipe, train
 from jaxdist.config import ConfigError
-from jaxdist.extras import MissingExtra
+from jaxdist.config.extras import MissingExtra
 from jaxdist.planner import compiler, show, targets
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
 from jaxdist.planner.plan import make_plan, outline
@@ -153,7 +153,7 @@ def test_a_bad_target_lists_the_legal_ones(capsys):
 
 @pytest.mark.parametrize("on, extra", [("v5e:2x2", "aot"), ("h100:1x8", "aot-gpu")])
 def test_a_missing_compiler_names_the_extra(on, extra, monkeypatch):
-    for module in ("jaxdist.extras.find_spec", "jaxdist.planner.compiler.find_spec"):
+    for module in ("jaxdist.config.extras.find_spec", "jaxdist.planner.compiler.find_spec"):
         monkeypatch.setattr(module, lambda name: None)
     with pytest.raises(MissingExtra, match=rf"jaxdist\[{extra}\]"):
         plan.main([*flags(SMALLEST), "--on", on])

@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxdist import config, report
-from jaxdist.telemetry import charts, html, metrics, summary
+from jaxdist.report_page import charts, html, summary
+from jaxdist.telemetry import metrics
 from support.paths import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>'\"&"

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxdist import command_line, dry_run, recipe, stages
-from jaxdist.telemetry import html, summary
+from jaxdist.report_page import html, summary
 from support.paths import DOCS, ROOT
 
 

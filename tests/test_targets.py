@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist import hardware, mesh
+from jaxdist import mesh
 from jaxdist.config import ConfigError
+from jaxdist.hardware import chips
 from jaxdist.planner import targets
 from support.paths import ROOT
 
@@ -131,8 +132,8 @@ def test_groups_that_interleave_share_their_links():
 
 
 def test_every_family_can_be_a_target_with_a_network():
-    assert {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"} <= set(hardware.FAMILIES)
-    for family, chip in hardware.FAMILIES.items():
+    assert {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"} <= set(chips.FAMILIES)
+    for family, chip in chips.FAMILIES.items():
         assert chip.network_bytes_per_s and 1e9 < chip.network_bytes_per_s < chip.link_bytes_per_s
         assert targets.parse(f"{family}:{'x'.join(map(str, (chip.slices or [(1, 8)])[0]))}").chip is chip
 

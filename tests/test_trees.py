@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import trees
+from jaxdist.config import trees
 
 
 class Pair(NamedTuple):

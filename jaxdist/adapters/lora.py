@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist import extras, trees
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras, trees
 from jaxdist.ops.projection import Frozen, project, project_lightly
 from jaxdist.sharding import Names
 

@@ -15,7 +15,7 @@ from jaxdist import config
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.extras import MissingExtra
+from jaxdist.config.extras import MissingExtra
 
 Found = tuple[dict[str, Any], int]  # what --json prints, and the exit code
 

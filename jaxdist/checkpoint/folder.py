@@ -25,7 +25,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxdist import extras
+from jaxdist.config import extras
 
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from jaxdist import trees
 from jaxdist.checkpoint.folder import ArrayInfo, CheckpointError
+from jaxdist.config import trees
 
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite, schedule_free)
 # that only hold another state: like a position in a chain, they say nothing about the array.

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist import machine, trees
+from jaxdist import machine
 from jaxdist.checkpoint.folder import METADATA_ITEM, STATE_ITEM
+from jaxdist.config import trees
 
 # Below this many bytes the replicas of an array are not split over the processes that write it:
 # each split compiles a slice for each device, at the first save, while training waits.

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist import extras, trees
 from jaxdist.checkpoint import fingerprint, integrity, layout
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.integrity import Manifest
+from jaxdist.config import extras, trees
 
 # With several processes, process 0's clock decides for all; asking it costs a collective, so the
 # time rule is looked at only at multiples of this many steps.

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist import extras
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras
 from jaxdist.data.corpora import DataConfig
 from jaxdist.data.order import order_key, permute
 from jaxdist.data.packing import Batch

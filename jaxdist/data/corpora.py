@@ -32,8 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxdist import extras
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras
 from jaxdist.data.tokenizer import digest
 
 Source = Literal[

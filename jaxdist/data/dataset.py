@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist import extras
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras
 from jaxdist.data import arrays, cache, formats, packing, tokenizer
 from jaxdist.data.corpora import Corpus, DataConfig, open_corpus, sources_of
 from jaxdist.data.formats import TokenStore

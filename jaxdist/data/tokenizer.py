@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxdist import extras
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras
 
 TOKENIZER_FILE = "tokenizer.json"
 BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load

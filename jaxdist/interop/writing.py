@@ -20,11 +20,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxdist import extras
 from jaxdist.checkpoint import fingerprint, integrity
 from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, extras
 from jaxdist.interop import derivation
 from jaxdist.interop.families import LAYER, Family
 from jaxdist.interop.reading import INDEX, SINGLE, homeless, stored_shapes

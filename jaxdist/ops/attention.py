@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import extras, sharding
+from jaxdist import sharding
+from jaxdist.config import extras
 
 IMPLEMENTATIONS = ("auto", "reference", "cudnn", "splash")
 OUT = "attention_out"  # name of the result

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import config as configs
-from jaxdist import extras, hardware, workdir
-from jaxdist.config import ConfigError
+from jaxdist import workdir
+from jaxdist.config import ConfigError, extras
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.targets import Target
 from jaxdist.recipe import RunConfig
 
@@ -164,7 +165,7 @@ def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str,
     """Returns the compiler options: what train sets, the user's own over it, the options' last."""
     flags: dict[str, Any] = {}
     if variable := _VARIABLES.get(platform):
-        changed = hardware.flag_environment(platform, environ)  # type: ignore[arg-type]
+        changed = platform_flags.flag_environment(platform, environ)  # type: ignore[arg-type]
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
             if platform == "tpu" or name.startswith("xla_gpu"):

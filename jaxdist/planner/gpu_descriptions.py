@@ -1,6 +1,6 @@
 """What XLA must know of a GPU to compile for it without one, as a GpuTargetConfigProto in text form."""
 
-from jaxdist import hardware
+from jaxdist.hardware import chips
 
 # Compute capability, multiprocessors, float32 units in each, shared memory of one (KiB), L2 (MiB), boost
 # clock (GHz), memory as the device reports it (bytes). Sources: CUDA C++ Programming Guide, "Technical
@@ -15,7 +15,7 @@ _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
 }
 
 
-def gpu_description(chip: hardware.Chip) -> str:
+def gpu_description(chip: chips.Chip) -> str:
     """Returns the description of a GPU that has a family."""
     major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
     fields = {

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from jaxdist import extras, hardware, mesh
-from jaxdist.config import ConfigError, suggest
+from jaxdist import mesh
+from jaxdist.config import ConfigError, extras, suggest
+from jaxdist.hardware import chips as hardware
 from jaxdist.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
 

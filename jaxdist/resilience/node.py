@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxdist import hardware
 from jaxdist.config import ConfigError
+from jaxdist.hardware import flags as platform_flags
 from jaxdist.resilience.scheduler import LOOPBACK
 
 
@@ -31,7 +31,7 @@ def device_environment(
     Raises:
       ConfigError: there are too few GPUs, or several processes would share TPUs.
     """
-    platform = hardware.detect_platform(environ)
+    platform = platform_flags.detect_platform(environ)
     if platform == "cpu":
         if devices is None:
             return {}

@@ -18,7 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import hardware, machine
+from jaxdist import machine
+from jaxdist.hardware import chips
 
 _SLOW = 0.8  # of the median: no healthy chip is so much slower than its neighbours
 _TRIES, _CHAIN = 5, 16  # measurements, of which the best counts; matmuls in each
@@ -31,7 +32,7 @@ def main() -> int:
     """Prints the table on process 0; returns 0."""
     machine.prepare()
     kind, platform = jax.devices()[0].device_kind, jax.devices()[0].platform
-    chip = hardware.chip_for(kind)
+    chip = chips.chip_for(kind)
     size, num_bytes = _SIZES.get(platform, (_SIZE, _BYTES))
     dtype = "float32" if platform == "cpu" else "bfloat16"
     rates = gathered({str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()})

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxdist import trees
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.models.staged import Batch, Loss, as_loss, staged_loss
 from jaxdist.training.state import ModelSpec, Tree
 

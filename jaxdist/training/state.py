@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist import trees
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.models.staged import is_staged, pattern_of
 from jaxdist.sharding import Names
 from jaxdist.training import naming

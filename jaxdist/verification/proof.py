@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist import recipe, trees
-from jaxdist.config import ConfigError
+from jaxdist import recipe
+from jaxdist.config import ConfigError, trees
 from jaxdist.mesh import build_mesh
 from jaxdist.precision import FloatName, PrecisionConfig
 from jaxdist.recipe import RunConfig

@@ -19,7 +19,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path.insert(0, str(ROOT))
 
-from jaxdist import annotations, config, recipe, sharding  # noqa: E402
+from jaxdist import (  # noqa: E402
+    config,
+    recipe,
+    sharding,  # noqa: E402
+)
+from jaxdist.config import annotations  # noqa: E402
 from jaxdist.mesh import MeshConfig, resolve_mesh  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
 from jaxdist.planner import rules, targets  # noqa: E402

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from jaxdist import convert, interop, pretrained, recipe, sharding, trees
+from jaxdist import convert, interop, pretrained, recipe, sharding
+from jaxdist.config import trees
 from jaxdist.mesh import build_mesh
 from jaxdist.training.state import ModelSpec
 from jaxdist.training.step import TrainStep

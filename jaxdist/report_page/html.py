@@ -15,12 +15,12 @@ from html import escape
 from importlib import resources
 
 from jaxdist import config
-from jaxdist.telemetry.charts import Curve, chart, smooth
-from jaxdist.telemetry.summary import ALERTS, Run, figures, mesh_text, number, state
+from jaxdist.report_page.charts import Curve, chart, smooth
+from jaxdist.report_page.summary import ALERTS, Run, figures, mesh_text, number, state
 from jaxdist.telemetry.units import duration_text
 
 GENERATOR = "jaxdist report"  # in a <meta> of the page, so that a report may replace a report
-_FILES = resources.files("jaxdist.telemetry")
+_FILES = resources.files("jaxdist.report_page")
 _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
 _RUN_CLASSES = ("run-a", "run-b")

@@ -1,54 +1,27 @@
-"""Typed configuration: frozen dataclasses <-> ConfigDict, overrides, help, diff, fingerprint.
+"""Typed configuration: frozen dataclasses <-> ConfigDict, diff, fingerprint.
 
 A component declares its options as a frozen dataclass whose fields carry one default and a trailing
 comment with meaning, unit and legal range. The dataclass is the schema; ConfigDict is only the form
 that config files and the command line edit. Nothing here imports jax.
 """
 
-import argparse
-import contextlib
 import dataclasses
-import difflib
 import fnmatch
 import hashlib
-import importlib.util
 import inspect
 import json
-import sys
-import traceback
-import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxdist import annotations
+from jaxdist.config import annotations
+from jaxdist.config.errors import ConfigError, suggest
 
-EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
-EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 MISSING = dataclasses.MISSING
 
 _T = TypeVar("_T")
-
-
-class ConfigError(ValueError):
-    """All faults of a configuration: one line each, with what is given, required, and to change."""
-
-    def __init__(self, faults: str | Iterable[str]):
-        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
-        super().__init__(self.faults)
-
-    def __str__(self) -> str:
-        return "\n".join(self.faults)
-
-
-class Parser(argparse.ArgumentParser):
-    """A command's parser; its errors are configuration errors, as those of all commands."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +48,6 @@ class Change:
 
 
 Schema = dict[str, Field]
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
-    choices = list(choices)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
-        leaf = name.rpartition(".")[2]
-        near = [choice for choice in choices if choice.rpartition(".")[2] == leaf][:1]
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 # --- Schemas -----------------------------------------------------------------------------------
@@ -169,7 +132,7 @@ def _wrong(field: Field, value: object, mismatch: annotations.Mismatch) -> str:
     return f"{field.path}: got {value!r}, required {mismatch}.{hint}"
 
 
-def _unknown(path: str, schema: Iterable[str]) -> str:
+def unknown_field(path: str, schema: Iterable[str]) -> str:
     inside = [name for name in schema if name.startswith(path + ".")]
     if inside:
         return f"{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
@@ -200,7 +163,7 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
       ConfigError: with every unknown path, wrong type and missing required field.
     """
     given, values = flatten(config), {}
-    faults = [_unknown(path, schema) for path in given if path not in schema]
+    faults = [unknown_field(path, schema) for path in given if path not in schema]
     for path, field in schema.items():
         value = given.get(path, field.default)
         if value is MISSING:
@@ -265,129 +228,6 @@ def _open_groups(cls: type, prefix: str = "") -> Iterator[str]:
             yield from _open_groups(typing.cast(type, annotation), f"{prefix}{item.name}.")
         elif _is_open_group(annotation):
             yield prefix + item.name
-
-
-# --- Files and the command line ------------------------------------------------------------------
-
-
-def packaged_folders() -> tuple[Path, ...]:
-    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's `configs`."""
-    package = Path(__file__).resolve().parent
-    shipped, checkout = package / "_configs", package.parent / "configs"
-    if shipped.is_dir():
-        return (shipped,)
-    return (checkout,) if (package.parent / "pyproject.toml").is_file() else ()
-
-
-def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
-    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or `PATH.py:ARGUMENT`.
-
-    A path wins, then a packaged name (`-` and `_` are equal). The file's `get_config(argument)` is
-    executed: config files are the user's own Python. It may return a dataclass instance instead.
-
-    Raises:
-      ConfigError: no such config (with the nearest name), or the file fails (with file and line).
-    """
-    path, argument = _find(spec, folders)
-    module = _execute(path)
-    get_config = getattr(module, "get_config", None)
-    if get_config is None:
-        raise ConfigError(f"{path}: no get_config. Define get_config(argument=None) -> ConfigDict.")
-    takes_argument = bool(inspect.signature(get_config).parameters)
-    if argument is not None and not takes_argument:
-        raise ConfigError(f"--config={spec}: {path.name} takes no argument. Remove ':{argument}'.")
-    with _faults_of(path):
-        config = get_config(argument) if takes_argument else get_config()
-    if dataclasses.is_dataclass(config):
-        return to_config_dict(config)
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: get_config returned {type(config).__name__}, not a ConfigDict.")
-    return config.lock()
-
-
-def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
-    name, colon, argument = spec.partition(":")
-    given = argument if colon else None
-    if Path(name).is_file():
-        return Path(name).resolve(), given
-    packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
-    stem = name.removesuffix(".py").replace("-", "_")
-    if stem in packaged:
-        return packaged[stem], given
-    if "/" in name or name.endswith(".py"):
-        raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
-    known = ", ".join(sorted(packaged)) or "(none)"
-    hint = suggest(stem, packaged)
-    raise ConfigError(f"--config={spec}: no packaged config {name!r}.{hint} There are: {known}.")
-
-
-def _execute(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and inspect look their module up here
-    with _faults_of(path):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _faults_of(path: Path) -> Iterator[None]:
-    """Turns an exception of a config file into a ConfigError that names the line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        line = frames[-1].lineno if frames else getattr(error, "lineno", 1)
-        words = " ".join(str(error).split())
-        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {words}") from error
-
-
-def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Schema) -> None:
-    """Sets `--config.path=text` values in place, parsed by the schema's types.
-
-    Raises:
-      ConfigError: with the faults of all overrides; then nothing is changed.
-    """
-    faults: list[str] = []
-    values: dict[str, Any] = {}
-    for path, text in overrides.items():
-        try:
-            if path not in schema:
-                raise ConfigError(_unknown(path, schema))
-            values[path] = parse_value(text, schema[path])
-        except ConfigError as error:
-            faults.extend(error.faults)
-    if faults:
-        raise ConfigError(faults)
-    for path, value in values.items():
-        *groups, name = path.split(".")
-        owner = config
-        for group in groups:
-            if group not in owner:
-                with owner.unlocked():
-                    owner[group] = ConfigDict()
-            owner = owner[group]
-        with owner.unlocked(), owner.ignore_type():
-            owner[name] = value
-
-
-def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
-    """Returns a line per field: `--config.path  type  = the config's value  meaning`."""
-    given = flatten(config)
-    rows = []
-    for path, field in schema.items():
-        value = given.get(path, field.default)
-        shown = "(required)" if value is MISSING else repr(value)
-        rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
-    widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]
-    return "\n".join((_row(row[:3], widths) + row[3]).rstrip() for row in rows)
-
-
-def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
-    return "".join(cell.ljust(width) + "  " for cell, width in zip(cells, widths, strict=True))
 
 
 # --- Comparing -----------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""What commands report of bad input: ConfigError, exit codes, the nearest name."""
+
+import argparse
+import difflib
+import typing
+from collections.abc import Iterable
+
+EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
+
+
+class ConfigError(ValueError):
+    """All faults of a configuration: one line each, with what is given, required, and to change."""
+
+    def __init__(self, faults: str | Iterable[str]):
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        super().__init__(self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser; its errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
+    choices = list(choices)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
+        leaf = name.rpartition(".")[2]
+        near = [choice for choice in choices if choice.rpartition(".")[2] == leaf][:1]
+    return f" Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,138 @@
+"""Config files and command-line overrides: found, executed, applied, and listed for --help."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import traceback
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxdist.config import annotations
+from jaxdist.config.errors import ConfigError, suggest
+from jaxdist.config.schema import MISSING, Schema, flatten, parse_value, to_config_dict, unknown_field
+
+
+def packaged_folders() -> tuple[Path, ...]:
+    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's `configs`."""
+    package = Path(__file__).resolve().parent.parent
+    shipped, checkout = package / "_configs", package.parent / "configs"
+    if shipped.is_dir():
+        return (shipped,)
+    return (checkout,) if (package.parent / "pyproject.toml").is_file() else ()
+
+
+def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
+    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or `PATH.py:ARGUMENT`.
+
+    A path wins, then a packaged name (`-` and `_` are equal). The file's `get_config(argument)` is
+    executed: config files are the user's own Python. It may return a dataclass instance instead.
+
+    Raises:
+      ConfigError: no such config (with the nearest name), or the file fails (with file and line).
+    """
+    path, argument = _find(spec, folders)
+    module = _execute(path)
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise ConfigError(f"{path}: no get_config. Define get_config(argument=None) -> ConfigDict.")
+    takes_argument = bool(inspect.signature(get_config).parameters)
+    if argument is not None and not takes_argument:
+        raise ConfigError(f"--config={spec}: {path.name} takes no argument. Remove ':{argument}'.")
+    with _faults_of(path):
+        config = get_config(argument) if takes_argument else get_config()
+    if dataclasses.is_dataclass(config):
+        return to_config_dict(config)
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: get_config returned {type(config).__name__}, not a ConfigDict.")
+    return config.lock()
+
+
+def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
+    name, colon, argument = spec.partition(":")
+    given = argument if colon else None
+    if Path(name).is_file():
+        return Path(name).resolve(), given
+    packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
+    stem = name.removesuffix(".py").replace("-", "_")
+    if stem in packaged:
+        return packaged[stem], given
+    if "/" in name or name.endswith(".py"):
+        raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
+    known = ", ".join(sorted(packaged)) or "(none)"
+    hint = suggest(stem, packaged)
+    raise ConfigError(f"--config={spec}: no packaged config {name!r}.{hint} There are: {known}.")
+
+
+def _execute(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and inspect look their module up here
+    with _faults_of(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turns an exception of a config file into a ConfigError that names the line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", 1)
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {words}") from error
+
+
+def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Schema) -> None:
+    """Sets `--config.path=text` values in place, parsed by the schema's types.
+
+    Raises:
+      ConfigError: with the faults of all overrides; then nothing is changed.
+    """
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    for path, text in overrides.items():
+        try:
+            if path not in schema:
+                raise ConfigError(unknown_field(path, schema))
+            values[path] = parse_value(text, schema[path])
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise ConfigError(faults)
+    for path, value in values.items():
+        *groups, name = path.split(".")
+        owner = config
+        for group in groups:
+            if group not in owner:
+                with owner.unlocked():
+                    owner[group] = ConfigDict()
+            owner = owner[group]
+        with owner.unlocked(), owner.ignore_type():
+            owner[name] = value
+
+
+def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
+    """Returns a line per field: `--config.path  type  = the config's value  meaning`."""
+    given = flatten(config)
+    rows = []
+    for path, field in schema.items():
+        value = given.get(path, field.default)
+        shown = "(required)" if value is MISSING else repr(value)
+        rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
+    widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]
+    return "\n".join((_row(row[:3], widths) + row[3]).rstrip() for row in rows)
+
+
+def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
+    return "".join(cell.ljust(width) + "  " for cell, width in zip(cells, widths, strict=True))
