@@ -14,12 +14,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 
-from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.sharding import build_rules
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
+from jaxdist.parallel.sharding import build_rules
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.train_step import StepConfig, build_train_step
 
 MODEL = TransformerConfig(
     vocab_size=4096, num_layers=4, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32

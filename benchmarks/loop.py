@@ -32,7 +32,7 @@ import step
 from handwritten import SHAPES, Options, Shape, make_batch
 
 from jaxdist import loop, machine, recipe
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.metrics import MetricsWriter
 
 LOG_EVERY = 10

@@ -22,9 +22,9 @@ import step as steps
 from handwritten import SHAPES, Options, Shape
 
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.pipeline.schedule import SCHEDULES, bubble_fraction
+from jaxdist.parallel.pipeline.partition import PipelineConfig
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, bubble_fraction
 from jaxdist.telemetry.flops import hlo_flops
-from jaxdist.training.staging import PipelineConfig
 
 
 def main() -> None:

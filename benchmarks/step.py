@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import machine, recipe
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 
 LEARNING_RATE = 1e-3
 ROUND_S = 0.5  # a turn is as many steps as fill this time

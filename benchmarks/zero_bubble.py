@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdist import precision
 from jaxdist.models import transformer
-from jaxdist.models.staged import Context, shared_fields
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.pipeline.schedule import Costs, build_schedule, simulate
+from jaxdist.parallel import precision
+from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, simulate
+from jaxdist.protocols.model import Context, shared_fields
+from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.training.state import describe
 
 LLAMA_8B = TransformerConfig(
     vocab_size=256, num_layers=2, d_model=4096, d_ff=14336, num_heads=32, num_kv_heads=8, head_dim=128

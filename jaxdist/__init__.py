@@ -10,16 +10,16 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "ConfigError": "jaxdist.config",
-    "MeshConfig": "jaxdist.mesh",
-    "OptimizerConfig": "jaxdist.optimizers",
+    "MeshConfig": "jaxdist.parallel.mesh",
+    "OptimizerConfig": "jaxdist.optim.config",
     "RunConfig": "jaxdist.recipe",
-    "build_mesh": "jaxdist.mesh",
-    "build_train_step": "jaxdist.training.step",
+    "build_mesh": "jaxdist.parallel.mesh",
+    "build_train_step": "jaxdist.step.train_step",
     "fit": "jaxdist.fitting",
     "join": "jaxdist.resilience.preemption",
     "load_run": "jaxdist.inference",
     "run": "jaxdist.loop",
-    "shard": "jaxdist.sharding",
+    "shard": "jaxdist.parallel.execution",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -18,15 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist import adapters, command_line, interop, recipe, workdir
+from jaxdist import command_line, interop, recipe, workdir
 from jaxdist import config as configs
 from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
-from jaxdist.models import registry
-from jaxdist.training.state import State
+from jaxdist.models import lora, registry
+from jaxdist.step.state import State
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
 DTYPES = ("float32", "bfloat16")
@@ -68,7 +68,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
     if own.is_file() and not (target / TOKENIZER_FILE).is_file():
         fields |= interop.copy_own_tokenizer(own, target)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
-    shapes, read = adapters.unadapted(recipe.model_spec(config).abstract_model, weights.shapes, weights.read)
+    shapes, read = lora.unadapted(recipe.model_spec(config).abstract_model, weights.shapes, weights.read)
     dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
     written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
     weights.close()
@@ -82,7 +82,7 @@ def _to_peft(flags: argparse.Namespace, target: Path) -> str:
     family, _ = interop.fields_of(config.model_options, interop.read_config(kept) if kept.is_dir() else {})
     spec = recipe.model_spec(config)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
-    shapes, _ = adapters.unadapted(spec.abstract_model, weights.shapes, weights.read)
+    shapes, _ = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
     factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
     weights.close()
     base = config.init.from_huggingface

@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import precision, sharding
 from jaxdist.config import ConfigError
-from jaxdist.sharding import Rules
+from jaxdist.parallel import execution, precision
+from jaxdist.parallel.sharding import Rules
 
 Tree = Any  # nested dicts of arrays
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
@@ -58,7 +58,7 @@ class Generation(NamedTuple):
 
 
 class Spec(Protocol):
-    """What is needed of a model (`jaxdist.training.state.ModelSpec` has it)."""
+    """What is needed of a model (`jaxdist.protocols.model_spec.ModelSpec` has it)."""
 
     @property
     def names(self) -> Tree:
@@ -109,7 +109,7 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
     program = partial(_generate, spec, compute)
 
     def run(*args, **sizes):
-        with sharding.activate(mesh, rules), precision.computing_in(compute):
+        with execution.activate(mesh, rules), precision.computing_in(compute):
             return program(*args, **sizes)
 
     whole = NamedSharding(mesh, P())
@@ -222,7 +222,7 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) ->
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     allowed_BV = restrict(logits_BV / sampling.temperature, sampling)
     # Drawn where the whole vocabulary lies, so that a row's draw is one device's work.
-    allowed_BV = sharding.shard(allowed_BV, "batch", None)
+    allowed_BV = execution.shard(allowed_BV, "batch", None)
     return jax.vmap(jax.random.categorical)(keys_B, allowed_BV).astype(jnp.int32)
 
 

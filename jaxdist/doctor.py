@@ -21,7 +21,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data import DataConfig
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.mesh import count_slices
+from jaxdist.parallel.mesh import count_slices
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 
 GIB = 2**30

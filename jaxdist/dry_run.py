@@ -13,11 +13,11 @@ from jaxdist import recipe, stages
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.mesh import AXES, MeshConfig, build_mesh
+from jaxdist.parallel.mesh import AXES, MeshConfig, build_mesh
+from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import explain
-from jaxdist.training.step import TrainStep
+from jaxdist.step.train_step import TrainStep
 
 Say = Callable[[str], None]
 

@@ -22,14 +22,14 @@ from jaxdist.checkpoint.layout import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data.given import Batches, open_given
 from jaxdist.decoding import Generation, SamplingConfig, build_generator
-from jaxdist.mesh import MeshConfig
 from jaxdist.models import registry
-from jaxdist.optimizers import OptimizerConfig
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.protocols.model_spec import describe
 from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import preemption
 from jaxdist.resume import Given, Outcome
 from jaxdist.telemetry.metrics import Rows, read_rows
-from jaxdist.training.state import describe
 
 Model = nnx.Module | type[nnx.Module] | Build
 _TARGET = f"{registry.__name__}:{registry.Given.__name__}"

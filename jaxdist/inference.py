@@ -28,12 +28,13 @@ from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
-from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
 from jaxdist.scoring import Scorer, build_scorer, windows
-from jaxdist.sharding import Rules
-from jaxdist.training.state import ModelSpec, State
-from jaxdist.training.step import TrainStep
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
 _ROUND = 32  # new tokens before the first look for a stop string; twice as many before each next

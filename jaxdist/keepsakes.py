@@ -12,8 +12,8 @@ from jaxdist.data import Tokenizer
 from jaxdist.decoding import Generate, SamplingConfig
 from jaxdist.recipe import RunConfig
 from jaxdist.report_page import html, summary
+from jaxdist.step.state import State
 from jaxdist.telemetry.display import Display
-from jaxdist.training.state import State
 
 
 def leave(

@@ -21,18 +21,18 @@ from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.decoding import Generate, build_generator
 from jaxdist.evaluation import evaluate
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.recipe import RunConfig
 from jaxdist.resilience import elastic, peers, preemption
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.resume import Given, Outcome, Progress
+from jaxdist.step.state import Metrics, State
+from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, speak
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.training.state import State
-from jaxdist.training.step import Metrics, TrainStep
 
 AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
 

@@ -9,18 +9,19 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxdist import adapters, interop, recipe
+from jaxdist import interop, recipe
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.interop.families import Family
-from jaxdist.models import registry
+from jaxdist.models import lora, registry
+from jaxdist.protocols.model_spec import describe, stored_dtype
 from jaxdist.recipe import RunConfig
 from jaxdist.resilience import peers
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.training.state import State, describe, stored_dtype
-from jaxdist.training.step import TrainStep
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
 
 
 def adopt(config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None) -> None:
@@ -107,7 +108,7 @@ def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Ar
 
 def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any]:
     """Returns what makes of a kernel, in its shards, what a quantised base keeps of it."""
-    found = adapters.kernels(recipe.model_spec(config).abstract_model)
+    found = lora.kernels(recipe.model_spec(config).abstract_model)
     there = trees.flatten_names(flat.frozen)
 
     def settle(path: str, kernel: jax.Array) -> Any:

@@ -18,28 +18,32 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxdist import adapters, optimizers, remat
 from jaxdist import config as configs
-from jaxdist.adapters import LoraConfig
 from jaxdist.checkpoint import config as checkpoint_config
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import ConfigError, Schema
 from jaxdist.data import DataConfig, sample_shapes
-from jaxdist.mesh import MeshConfig, MeshShape, count_slices, resolve_mesh
+from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.optimizers import OptimizerConfig
-from jaxdist.precision import PrecisionConfig
-from jaxdist.remat import RematConfig
+from jaxdist.models.lora import LoraConfig
+from jaxdist.optim import config as optim_config
+from jaxdist.optim import optimizers, schedules
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel import remat
+from jaxdist.parallel.mesh import MeshConfig, MeshShape, count_slices, resolve_mesh
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.placement import Placement, place
+from jaxdist.parallel.precision import PrecisionConfig
+from jaxdist.parallel.remat import RematConfig
+from jaxdist.parallel.sharding import Rules, build_rules
+from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
+from jaxdist.protocols.param_names import ShardingConfig
 from jaxdist.resilience import health, watchdog
 from jaxdist.resilience.health import HealthConfig
 from jaxdist.resilience.watchdog import WatchdogConfig
-from jaxdist.sharding import Placement, Rules, build_rules, place
+from jaxdist.step.model_checks import examine
+from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.telemetry.profile import ProfileConfig
-from jaxdist.training.examination import examine
-from jaxdist.training.naming import ShardingConfig
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import ModelSpec, describe, stored_dtype
-from jaxdist.training.step import StepConfig, TrainStep, build_train_step
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 
@@ -133,7 +137,7 @@ HARMLESS = (
 
 def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
     """Returns the patterns of keys whose change leaves the losses what they are."""
-    if optimizers.depends_on_train_steps(run.optimizer):
+    if schedules.depends_on_train_steps(run.optimizer):
         return HARMLESS
     return (*HARMLESS, "train.steps", "train.max_minutes")
 
@@ -233,7 +237,7 @@ def validate_on(
     except ConfigError as error:
         faults += error.faults
     unbuildable = registry.option_faults(run.model_class, run.model_options) + list(adapters.faults(run.lora))
-    unbuildable += optimizers.faults(run.optimizer)  # patterns, which describe reads
+    unbuildable += optim_config.faults(run.optimizer)  # patterns, which describe reads
     if shape is None or unbuildable:
         raise ConfigError(faults)
     spec = model_spec(run, build)
@@ -300,7 +304,7 @@ def _faults(run: RunConfig) -> Iterator[str]:
     if run.profile.start_step < 0 or run.profile.num_steps < 1:
         yield "profile.start_step must be >= 0 (0 = no profile) and profile.num_steps >= 1"
     yield from remat.faults(run.remat)
-    yield from optimizers.faults(run.optimizer, run.train.steps)
+    yield from optim_config.faults(run.optimizer, run.train.steps)
     yield from adapters.faults(run.lora)
     if run.lora.from_peft and not run.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
@@ -374,7 +378,7 @@ def build_step(
 
     An `optimizer` that is given stands for that of the config.
     """
-    schedule = optimizers.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
+    schedule = schedules.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
     step = StepConfig(
         seed=run.seed,
         accumulation=run.batch.accumulation,

@@ -21,13 +21,14 @@ from jaxdist.checkpoint.folder import CheckpointError
 from jaxdist.checkpoint.store import CheckpointStore, Restored
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import peers
 from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.sharding import Rules
-from jaxdist.training.state import ModelSpec, State
-from jaxdist.training.step import TrainStep
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
 
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
 

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import precision, sharding
 from jaxdist.decoding import Spec, Tree, bucket, in_compute_dtype, placed
-from jaxdist.sharding import Rules
+from jaxdist.parallel import execution, precision
+from jaxdist.parallel.sharding import Rules
 
 _PART = 128  # tokens a row whose logits are in memory at once
 _IN_FLIGHT = 4  # batches that devices may lag behind the host
@@ -71,7 +71,7 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
     """
 
     def run(weights, inputs_BW, targets_BW):
-        with sharding.activate(mesh, rules), precision.computing_in(compute):
+        with execution.activate(mesh, rules), precision.computing_in(compute):
             return _score(spec, compute, weights, inputs_BW, targets_BW)
 
     whole = NamedSharding(mesh, P())

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxdist.pipeline.schedule import (
+from jaxdist.parallel.pipeline.schedules import (
     Balance,
     Costs,
     Schedule,
@@ -22,10 +22,10 @@ from jaxdist.pipeline.schedule import (
     microbatch_options,
     simulate,
 )
+from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig, batch_shapes, staging, targets_per_sample
-from jaxdist.sharding import Rules, axes_in
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.training.state import ModelSpec
 from jaxdist.workdir import model_flops
 
 MOST_DRAWN = 4096  # ops; a longer timeline shows nothing

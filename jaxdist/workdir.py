@@ -17,14 +17,16 @@ from typing import Any, Literal
 import jax
 
 import jaxdist
-from jaxdist import adapters
 from jaxdist import config as configs
 from jaxdist.checkpoint.folder import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.hardware import chips
-from jaxdist.optimizers import role_of
+from jaxdist.models import lora
+from jaxdist.optim.roles import role_of
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import (
     RunConfig,
     batch_shapes,
@@ -34,11 +36,9 @@ from jaxdist.recipe import (
     run_fingerprint,
     targets_per_sample,
 )
-from jaxdist.sharding import Rules
+from jaxdist.step.gradients import build_objective
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
-from jaxdist.training.objective import build_objective
-from jaxdist.training.state import ModelSpec
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
@@ -276,7 +276,7 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
     """Returns the FLOPs per token of gradients that frozen kernels don't have, less what adapters take."""
     less = 0.0
-    for path, count in adapters.weights(spec.frozen, run.lora).items():
+    for path, count in lora.weights(spec.frozen, run.lora).items():
         x, names = spec.named_frozen()[path]
         kind = role_of(path.split("/"), x.shape, names).kind
         tied = bool(run.model.get("tie_embeddings"))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist import sharding
-from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.ops import attention as module
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.splash import block_size, splash_attention
+from jaxdist.parallel import execution, sharding
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 
 
 def _arrays(B, S, H, K, N, dtype=jnp.float32, seed=0):
@@ -178,10 +178,10 @@ def test_layouts_equal_one_device(sizes, H, K, packed):
     rules = sharding.build_rules(config, resolve_mesh(config, mesh.size))
 
     def sharded(q, k, v, **options):
-        with sharding.activate(mesh, rules):
-            q = sharding.shard(q, "batch", "sequence", "heads", None)
-            k, v = (sharding.shard(x, "batch", "sequence", "kv_heads", None) for x in (k, v))
-            return sharding.shard(attention(q, k, v, **options), "batch", "sequence", "heads", None)
+        with execution.activate(mesh, rules):
+            q = execution.shard(q, "batch", "sequence", "heads", None)
+            k, v = (execution.shard(x, "batch", "sequence", "kv_heads", None) for x in (k, v))
+            return execution.shard(attention(q, k, v, **options), "batch", "sequence", "heads", None)
 
     out = jax.jit(functools.partial(sharded, **options))(q, k, v)
     assert out.addressable_shards[0].data.size * 8 == out.size  # every device has its own part

@@ -38,9 +38,9 @@ def _compile(name: str) -> dict:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jaxdist import mesh as meshes
-    from jaxdist import remat, sharding
     from jaxdist.ops.attention import attention
+    from jaxdist.parallel import mesh as meshes
+    from jaxdist.parallel import remat, sharding
 
     fsdp, tensor, packed, policy, changes = CASES[name]
     size = {"S": S, "H": H, "K": K, "N": N}

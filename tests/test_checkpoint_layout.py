@@ -10,7 +10,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 
 from jaxdist.checkpoint import layout
-from jaxdist.training.state import State
+from jaxdist.step.state import State
 
 PARAMS = {
     "blocks": {"mlp": {"w": jnp.ones((2, 4, 4))}, "norm": {"scale": jnp.ones((2, 4))}},

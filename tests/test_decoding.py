@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist import decoding, sharding
+from jaxdist import decoding
 from jaxdist.config import ConfigError
 from jaxdist.decoding import SamplingConfig
-from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.training.state import describe
+from jaxdist.parallel import sharding
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
+from jaxdist.protocols.model_spec import describe
 
 PROMPTS = ([5, 9, 30, 2, 7], [11], [3, 3, 8, 1, 40, 41, 42, 43, 44])
 GREEDY = SamplingConfig(temperature=0.0)

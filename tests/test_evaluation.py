@@ -7,13 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import evaluation, sharding
+from jaxdist import evaluation
 from jaxdist.evaluation import evaluate
-from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import sharding
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.train_step import StepConfig, build_train_step
 
 ROWS, LENGTH = 11, 8
 MODEL = TransformerConfig(

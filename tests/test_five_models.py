@@ -10,7 +10,7 @@ from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.verification import subject
 from jaxdist.verification.proof import prove
 from support.models import FAST_COMPILE

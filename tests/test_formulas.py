@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdist.hardware import chips
-from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.parallel.pipeline.schedules import bubble_fraction
 from jaxdist.planner import formulas, rules, targets
 from support.goldens import rule
 

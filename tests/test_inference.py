@@ -13,7 +13,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
 from jaxdist.decoding import SamplingConfig
-from jaxdist.mesh import MeshConfig
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.scoring import windows
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,

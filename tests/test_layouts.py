@@ -19,11 +19,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxdist import sharding
-from jaxdist.models.staged import Context
 from jaxdist.models.transformer import Attention, FeedForward
+from jaxdist.parallel import execution
+from jaxdist.protocols.model import Context
+from jaxdist.step.train_step import StepConfig
 from jaxdist.telemetry import hlo
-from jaxdist.training.step import StepConfig
 from support.models import (
     DEEP,
     FAST_COMPILE,
@@ -71,12 +71,12 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
         angles = np.zeros((B, S, 1, model.head_dim // 2), np.float32)
         context = Context(None, 0, {"rotary_cos": angles, "rotary_sin": angles})
         block = nnx.merge(graph, parameters)
-        x = sharding.shard(x, "batch", "sequence", None)
+        x = execution.shard(x, "batch", "sequence", None)
         y = block(x, context) if part is Attention else block(x)
-        return sharding.shard(y, "batch", "residual", None)
+        return execution.shard(y, "batch", "residual", None)
 
     def program(parameters, x, dy):
-        with sharding.activate(mesh, rules):
+        with execution.activate(mesh, rules):
             y, pull = jax.vjp(forward, parameters, x)
             return pull(dy) if backward else y
 
@@ -154,7 +154,7 @@ UNCACHED = """
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
     from support.models import DEEP, FSDP, MIXED, TINY, Layout, program_of, rules_and_mesh
-    from jaxdist.training.step import StepConfig
+    from jaxdist.step.train_step import StepConfig
     from dataclasses import replace
 
     def mark(text):

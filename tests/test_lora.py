@@ -15,29 +15,20 @@ import pytest
 from flax import nnx
 from scipy.stats import norm
 
-from jaxdist import (
-    adapters,
-    command_line,
-    convert,
-    inference,
-    interop,
-    loop,
-    mesh,
-    recipe,
-    sharding,
-    train,
-    workdir,
-)
-from jaxdist.adapters import LoraConfig
+from jaxdist import command_line, convert, inference, interop, loop, recipe, train, workdir
 from jaxdist.config import ConfigError, trees
 from jaxdist.interop import peft
+from jaxdist.models import lora
+from jaxdist.models.lora import LoraConfig
 from jaxdist.models.transformer import Transformer
-from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import mesh, sharding
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
 from support import paths
 from support.huggingface import (
     FOLDERS,
@@ -67,7 +58,11 @@ from support.models import (
 
 qwix = pytest.importorskip("qwix", reason="extra lora")
 
-from jaxdist.adapters.quantised import TILE, form_of, table  # noqa: E402
+from jaxdist.models.lora_quantization import (  # noqa: E402
+    TILE,
+    form_of,
+    table,  # noqa: E402
+)
 
 PEFT = paths.DATA / "peft"
 MODEL = replace(TINY, d_model=64, d_ff=96, num_kv_heads=2)
@@ -144,7 +139,7 @@ def build(rngs):
 
 @lru_cache
 def spec_with(config=LORA):
-    return describe(adapters.adapted(build, config))
+    return describe(lora.adapted(build, config))
 
 
 def test_targets_are_kernels_by_the_ends_of_their_paths():
@@ -188,9 +183,9 @@ def test_what_cannot_be_is_said(changes, said):
 
 
 def test_without_qwix_a_quantised_base_names_the_extra(monkeypatch):
-    monkeypatch.setattr(adapters.lora, "find_spec", lambda name: None)
-    assert not list(adapters.faults(LORA))  # adapters alone do without it
-    (fault,) = adapters.faults(replace(LORA, base="nf4"))
+    monkeypatch.setattr(lora.lora, "find_spec", lambda name: None)
+    assert not list(lora.faults(LORA))  # adapters alone do without it
+    (fault,) = lora.faults(replace(LORA, base="nf4"))
     assert 'pip install "jaxdist[lora]"' in fault
 
 
@@ -207,13 +202,13 @@ class Foreign(nnx.Module):
 def test_layers_of_others_read_the_merged_kernel():
     x = jax.random.normal(jax.random.key(1), (5, 48))
     plain = Foreign(nnx.Rngs(0))
-    model = adapters.adapt(Foreign(nnx.Rngs(0)), replace(LORA, targets=("inner/kernel",)), nnx.Rngs(7))
+    model = lora.adapt(Foreign(nnx.Rngs(0)), replace(LORA, targets=("inner/kernel",)), nnx.Rngs(7))
     assert bitwise_equal(model(x), plain(x))
     model.inner.kernel.lora_b.set_value(jax.random.normal(jax.random.key(2), (4, 32)))
     factors = model.inner.kernel.lora_a[...] @ model.inner.kernel.lora_b[...]
     plain.inner.kernel.set_value(plain.inner.kernel[...] + 2.0 * factors)
     np.testing.assert_allclose(model(x), plain(x), atol=1e-5)
-    assert set(shapes_of(describe(lambda r: adapters.adapt(Foreign(r), LORA, r)).trainable)) == {
+    assert set(shapes_of(describe(lambda r: lora.adapt(Foreign(r), LORA, r)).trainable)) == {
         f"{layer}/kernel/{factor}" for layer in ("inner", "outer") for factor in ("lora_a", "lora_b")
     }
 
@@ -465,7 +460,7 @@ FOREIGN = {
 def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_path):
     config, family, folder = FOREIGN[name], interop.FAMILIES[name], PEFT / name
     plain, base = loaded(FOLDERS / name)
-    spec = describe(adapters.adapted(plain.build, config))
+    spec = describe(lora.adapted(plain.build, config))
     shapes = shapes_of(spec.trainable)
     factors = peft.read(folder, family, config, shapes)
     given = trees.flatten_names(base) | factors
@@ -504,7 +499,7 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     about = json.loads((folder / peft.CONFIG).read_text())
     (folder / peft.CONFIG).write_text(json.dumps(about | changes))
     config = replace(FOREIGN["llama"], **config)
-    shapes = shapes_of(describe(adapters.adapted(loaded(FOLDERS / "llama")[0].build, config)).trainable)
+    shapes = shapes_of(describe(lora.adapted(loaded(FOLDERS / "llama")[0].build, config)).trainable)
     with pytest.raises(ConfigError) as raised:
         peft.read(folder, interop.FAMILIES["llama"], config, shapes)
     assert said in str(raised.value)

@@ -13,11 +13,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from jaxdist import adapters, interop  # noqa: E402
-from jaxdist.adapters import LoraConfig  # noqa: E402
+from jaxdist import interop  # noqa: E402
 from jaxdist.config import trees  # noqa: E402
 from jaxdist.interop import peft as ours  # noqa: E402
-from jaxdist.training.state import describe  # noqa: E402
+from jaxdist.models import lora  # noqa: E402
+from jaxdist.models.lora import LoraConfig  # noqa: E402
+from jaxdist.protocols.model_spec import describe  # noqa: E402
 from support.huggingface import loaded, logits_of, shapes_of  # noqa: E402
 from support.transformers_folders import NAMES, made, make  # noqa: E402
 
@@ -67,7 +68,7 @@ def test_peft_in_and_out(name, tmp_path):
     plain, parameters = loaded(folder)
     config = LoraConfig(rank=RANK, alpha=ALPHA, targets=kernels)
     family = interop.FAMILIES[base.config.model_type]
-    spec = describe(adapters.adapted(plain.build, config))
+    spec = describe(lora.adapted(plain.build, config))
     factors = ours.read(there, family, config, shapes_of(spec.trainable))
     trainable, _, frozen = jax.jit(spec.fresh)(jax.random.key(0), trees.flatten_names(parameters) | factors)
     np.testing.assert_allclose(logits_of(spec, trainable, frozen, tokens), logits, atol=1e-5)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxdist import machine
-from jaxdist import mesh as meshes
 from jaxdist.config import ConfigError
-from jaxdist.mesh import DcnConfig, MeshConfig, build_mesh, resolve_mesh
+from jaxdist.parallel import mesh as meshes
+from jaxdist.parallel.mesh import DcnConfig, MeshConfig, build_mesh, resolve_mesh
 
 
 def faults(config: MeshConfig, devices: int = 8, slices: int = 1) -> str:
@@ -104,7 +104,7 @@ def test_a_mesh_over_fewer_devices():
 REAL_SLICES = """
     import json
     from jax.experimental import topologies
-    from jaxdist.mesh import DcnConfig, MeshConfig, build_mesh, count_slices
+    from jaxdist.parallel.mesh import DcnConfig, MeshConfig, build_mesh, count_slices
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
     config = MeshConfig(data=2, fsdp=2, tensor=2, dcn=DcnConfig(data=2))

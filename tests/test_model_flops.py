@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxdist import recipe, workdir
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops
 
 

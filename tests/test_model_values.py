@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import precision
 from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
-from jaxdist.models.staged import pattern_of, run_blocks, scan_layers, shared_fields
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.remat import rematerialised
-from jaxdist.training.step import StepConfig
+from jaxdist.parallel import precision
+from jaxdist.parallel.remat import rematerialised
+from jaxdist.protocols.model import pattern_of, run_blocks, scan_layers, shared_fields
+from jaxdist.step.train_step import StepConfig
 from support.models import FAST_COMPILE, MIXED, TINY, batch_of, model_of, run, spec_of, worst
 
 LENGTH = 16

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
-from jaxdist.models.staged import Context, is_staged
 from jaxdist.models.transformer import TransformerConfig
+from jaxdist.protocols.model import Context, is_staged
 from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
 
 VARIANTS = {

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import precision, sharding
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
-from jaxdist.ops.projection import project
+from jaxdist.ops.matmul import project
+from jaxdist.parallel import execution, precision
 from jaxdist.telemetry import hlo
 from support.models import MIXED, ONE, Layout, rules_and_mesh, worst
 from support.programs import buffer_shapes, collectives
@@ -60,7 +60,7 @@ def on_mesh(function, layout: Layout):
     rules, mesh = rules_and_mesh(layout)
 
     def inside(parameters, *inputs):
-        with sharding.activate(mesh, rules):
+        with execution.activate(mesh, rules):
             named = {n: nnx.Param(value, logical=NAMES[n]) for n, value in parameters.items()}
             return function(named, *inputs)
 
@@ -118,7 +118,7 @@ def _projected_plainly(p, x):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_project_equals_einsum_and_its_gradients(layout, platform, monkeypatch):
-    monkeypatch.setattr(sharding, "platform", lambda: platform)  # run what is written for a TPU
+    monkeypatch.setattr(execution, "platform", lambda: platform)  # run what is written for a TPU
     kernels = ["gate", "up", "query", "out", "down"]
     compare(_projected, _projected_plainly, layout, kernels, arrays()["x"])
 
@@ -179,7 +179,7 @@ def test_embed_moves_rows_not_the_table():
     vocab, values = 4096, {"table": np.zeros((4096, D), np.float32)}
 
     def rows(p, indices):
-        return sharding.shard(embed(p["table"], indices), "batch", "sequence", None)
+        return execution.shard(embed(p["table"], indices), "batch", "sequence", None)
 
     step, placed = on_mesh(rows, LAYOUTS["fsdp"])
     module = hlo.parse(step.lower(*placed(values, arrays()["indices"])).compile().as_text())

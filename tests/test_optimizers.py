@@ -12,9 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import config as configs
-from jaxdist import optimizers
-from jaxdist.optimizers import OptimizerConfig, Role
-from jaxdist.training.moments import state_specs
+from jaxdist.optim import config as optim_config
+from jaxdist.optim import optimizers, schedules
+from jaxdist.optim import roles as optim_roles
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.roles import Role
+from jaxdist.parallel.optimizer_sharding import state_specs
 
 L, D, F, H, N, V = 3, 8, 16, 2, 4, 32
 
@@ -71,7 +74,7 @@ def test_every_field_has_a_documented_range():
     schema = configs.schema_of(OptimizerConfig)
     assert len(schema) == len(dataclasses.fields(OptimizerConfig)) <= 22
     assert all(len(field.doc) > 10 for field in schema.values())
-    assert optimizers.faults(OptimizerConfig(), 1000) == []
+    assert optim_config.faults(OptimizerConfig(), 1000) == []
 
 
 @pytest.mark.parametrize(
@@ -93,8 +96,8 @@ def test_every_field_has_a_documented_range():
 )
 def test_faults_name_the_field_and_the_rule(change, text):
     legal = OptimizerConfig(warmup_steps=10)
-    assert optimizers.faults(legal, 50) == []
-    (fault,) = optimizers.faults(dataclasses.replace(legal, **change), 50)
+    assert optim_config.faults(legal, 50) == []
+    (fault,) = optim_config.faults(dataclasses.replace(legal, **change), 50)
     assert text in fault and f"optimizer.{next(iter(change))}" in fault
 
 
@@ -104,7 +107,7 @@ def test_all_faults_are_raised_at_once():
         build(wrong)
     assert len(raised.value.faults) == 2
     with pytest.raises(configs.ConfigError):
-        optimizers.build_schedule(OptimizerConfig(warmup_steps=11), 10, 1)
+        schedules.build_schedule(OptimizerConfig(warmup_steps=11), 10, 1)
 
 
 SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
@@ -129,7 +132,7 @@ SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
 @pytest.mark.parametrize("change, points", SCHEDULES)
 def test_schedule_has_its_closed_form(change, points):
     config = OptimizerConfig(**({"learning_rate": 2.0, "warmup_steps": 10} | change))
-    schedule = optimizers.build_schedule(config, 110, 8)
+    schedule = schedules.build_schedule(config, 110, 8)
     traced = jax.jit(schedule)
     for step, expected in points.items():
         assert schedule(step).dtype == jnp.float32
@@ -148,7 +151,7 @@ def test_quickstart_recipe():
         schedule="wsd",
         decay_fraction=0.6,
     )
-    schedule = optimizers.build_schedule(config, 1000, 32)
+    schedule = schedules.build_schedule(config, 1000, 32)
     points = {0: 1e-4, 99: 0.01, 250: 0.01, 400: 0.01, 700: 0.005, 1000: 0.0}
     for step, expected in points.items():
         assert float(schedule(step)) == pytest.approx(expected, rel=1e-5, abs=1e-9)
@@ -159,20 +162,20 @@ def test_peak_follows_the_batch(scaling, factor):
     config = OptimizerConfig(
         learning_rate=0.1, learning_rate_scaling=scaling, reference_batch=64, warmup_steps=1
     )
-    schedule = optimizers.build_schedule(config, 100, 256)
+    schedule = schedules.build_schedule(config, 100, 256)
     assert float(schedule(0)) == pytest.approx(0.1 * factor)
 
 
 def test_which_schedules_depend_on_the_length_of_the_run():
     for name, expected in [("cosine", True), ("wsd", True), ("constant", False)]:
         config = OptimizerConfig(schedule=name)
-        short, long = (optimizers.build_schedule(config, steps, 1)(190) for steps in (200, 400))
-        assert bool(short != long) == optimizers.depends_on_train_steps(config) == expected
-    assert not optimizers.depends_on_train_steps(OptimizerConfig(decay_steps=500))
+        short, long = (schedules.build_schedule(config, steps, 1)(190) for steps in (200, 400))
+        assert bool(short != long) == schedules.depends_on_train_steps(config) == expected
+    assert not schedules.depends_on_train_steps(OptimizerConfig(decay_steps=500))
 
 
 def test_roles_follow_names_not_ranks():
-    roles = flatten(optimizers.roles(ABSTRACT, NAMES))
+    roles = flatten(optim_roles.roles(ABSTRACT, NAMES))
     assert {path for path, role in roles.items() if role.kind == "matrix"} == MATRICES
     assert roles["blocks/q"] == Role("matrix", 3, (-3,), (-2, -1))
     assert roles["blocks/o"] == Role("matrix", 3, (-3, -2), (-1,))
@@ -200,13 +203,13 @@ def test_roles_follow_names_not_ranks():
     ],
 )
 def test_role_of(path, shape, names, expected):
-    role = optimizers.role_of(path.split("/"), shape, names)
+    role = optim_roles.role_of(path.split("/"), shape, names)
     assert (role.kind, role.reduction, role.output) == expected
 
 
 def test_more_names_than_dims_are_refused():
     with pytest.raises(ValueError, match="a/b: logical names .* at most one name per dim"):
-        optimizers.role_of(["a", "b"], (4,), ("d_model", "d_ff"))
+        optim_roles.role_of(["a", "b"], (4,), ("d_model", "d_ff"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
@@ -240,7 +243,7 @@ def test_every_optimizer_lowers_a_quadratic(name, dtype):
     config = OptimizerConfig(
         name=name, learning_rate=RATES[name], weight_decay=0.0, schedule="linear", warmup_steps=5
     )
-    schedule = optimizers.build_schedule(config, 100, 1)
+    schedule = schedules.build_schedule(config, 100, 1)
     transform = optimizers.build_optimizer(config, schedule, ABSTRACT, NAMES)
 
     def losses(params):
@@ -283,7 +286,7 @@ def test_momentum_dtype_is_that_of_the_first_moment_only(name):
 )
 def test_same_as_the_optax_alias(name, theirs):
     config, params = OptimizerConfig(name=name), random_like(ABSTRACT, 3)
-    mask = optimizers.decay_mask(config, optimizers.roles(ABSTRACT, NAMES))
+    mask = optim_roles.decay_mask(config, optim_roles.roles(ABSTRACT, NAMES))
     assert len(set(jax.tree.leaves(mask))) == 2
     transforms = build(config, rate=0.1), theirs(mask)
     states = [transform.init(params) for transform in transforms]

@@ -12,19 +12,21 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import config as configs
-from jaxdist import recipe, sharding
+from jaxdist import recipe
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.layout import to_canonical
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import ConfigError, trees
-from jaxdist.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.models import registry
-from jaxdist.models.staged import as_loss
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.training.examination import examine
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import placement, sharding
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.protocols.model import as_loss
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.model_checks import examine
+from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.verification import proof
 from support import plain_flax_models
 from support.models import FAST_COMPILE, MIXED, ONE, Layout, batch_of, bitwise_equal, rules_and_mesh, worst
@@ -421,7 +423,7 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     assert placed["head/kernel"].stored == P(None, "fsdp")
     assert "no names: fsdp takes the largest dim that divides" in placed["head/kernel"].why
     assert "no names" not in placed["up/kernel"].why + placed["head/bias"].why
-    text = sharding.explain(list(placed.values()))
+    text = placement.explain(list(placed.values()))
     assert next(line for line in text.splitlines() if "no names" in line).startswith("blocks/1/kernel")
 
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
-from jaxdist.training.step import TrainStep
 from support.models import FAST_COMPILE
 from support.pipelines import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
 from support.programs import collectives, loop_bodies, reachable, stage_dependent_predicates

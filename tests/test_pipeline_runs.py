@@ -10,8 +10,8 @@ import pytest
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folder import read_step
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.optimizers import OptimizerConfig
-from jaxdist.pipeline import schedule as schedules
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel.pipeline import schedules
 from support.models import FAST_COMPILE, bitwise_equal
 from support.pipelines import MODEL, SEVEN, Case, batch_for, build
 from support.runs import overrides, refused

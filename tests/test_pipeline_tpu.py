@@ -40,13 +40,14 @@ def _compile(name: str) -> dict:
     import jax
     from jax.experimental import topologies
 
-    from jaxdist import mesh as meshes
-    from jaxdist import sharding
     from jaxdist.models.transformer import Transformer, TransformerConfig
-    from jaxdist.optimizers import OptimizerConfig, build_schedule
-    from jaxdist.training.staging import PipelineConfig, Staging
-    from jaxdist.training.state import describe
-    from jaxdist.training.step import StepConfig, build_train_step
+    from jaxdist.optim.config import OptimizerConfig
+    from jaxdist.optim.schedules import build_schedule
+    from jaxdist.parallel import mesh as meshes
+    from jaxdist.parallel import sharding
+    from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+    from jaxdist.protocols.model_spec import describe
+    from jaxdist.step.train_step import StepConfig, build_train_step
     from support.programs import stage_dependent_predicates
 
     size, schedule, number, *settings = name.split()

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jaxdist import config as configs
-from jaxdist import dry_run, recipe, remat
+from jaxdist import dry_run, recipe
+from jaxdist.parallel import remat
 from jaxdist.planner import memory, targets
 from jaxdist.recipe import RunConfig
 from support.paths import CONFIGS

@@ -12,7 +12,7 @@ import pytest
 
 from jaxdist import recipe
 from jaxdist.checkpoint.folder import list_steps
-from jaxdist.mesh import resolve_mesh
+from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry.metrics import MetricsWriter, read_events

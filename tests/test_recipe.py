@@ -9,7 +9,7 @@ import pytest
 from jaxdist import command_line, config, recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
-from jaxdist.mesh import MeshConfig, resolve_mesh
+from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 
 
 def parse(*arguments: str) -> recipe.RunConfig:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import mesh as meshes
-from jaxdist import remat, sharding
-from jaxdist.models.staged import staged_loss
 from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.parallel import execution, remat, sharding
+from jaxdist.parallel import mesh as meshes
+from jaxdist.protocols.model import staged_loss
 
 POLICIES = (
     "full",
@@ -39,7 +39,7 @@ def gradients(policy: str):
 
     def loss(state):
         transform = functools.partial(remat.rematerialised, policy=policy)
-        with sharding.activate(mesh, rules):
+        with execution.activate(mesh, rules):
             return staged_loss(nnx.merge(graph, state), batch(), None, transform).sum
 
     return jax.jit(jax.grad(loss)), state

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.pipeline import schedule as schedules
-from jaxdist.pipeline.schedule import Costs, Schedule, ScheduleError, build_schedule, simulate
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import Costs, Schedule, ScheduleError, build_schedule, simulate
 
 SIZES = range(1, 9)
 PLAIN = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in SIZES for m in SIZES]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxdist import config, recipe
 from jaxdist.config import ConfigError
-from jaxdist.mesh import resolve_mesh
+from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import layouts, memory, plan, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
 

@@ -11,16 +11,16 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
-from jaxdist.adapters.lora import LoraConfig, adapted
 from jaxdist.config import ConfigError
-from jaxdist.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
+from jaxdist.models.lora import LoraConfig, adapted
 from jaxdist.models.transformer import Transformer
-from jaxdist.optimizers import build_schedule
-from jaxdist.sharding import Rules
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import execution, placement, sharding
+from jaxdist.parallel.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.train_step import StepConfig, build_train_step
 from support.models import (
     FAST_COMPILE,
     FSDP,
@@ -43,7 +43,7 @@ def rules(zero: int = 3, sequence_parallel: bool = False, **sizes: int) -> Rules
 
 def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        sharding.place(spec_of(model).named_parameters(), rules(zero, **sizes))
+        placement.place(spec_of(model).named_parameters(), rules(zero, **sizes))
     return str(caught.value)
 
 
@@ -98,15 +98,15 @@ def test_activations_follow_their_names_and_leave_out_what_does_not_divide():
 
 def test_shard_does_nothing_outside_a_step_and_constrains_inside():
     x = jnp.ones((8, 4, 2))
-    assert sharding.shard(x, "batch", "sequence", None) is x
+    assert execution.shard(x, "batch", "sequence", None) is x
     table, mesh = rules_and_mesh(MIXED)
 
     @jax.jit
     def inside(x):
-        with sharding.activate(mesh, table):
-            return sharding.shard(x, "batch", "sequence", "d_ff")
+        with execution.activate(mesh, table):
+            return execution.shard(x, "batch", "sequence", "d_ff")
 
-    assert sharding.active() is None
+    assert execution.active() is None
     assert inside(x).sharding.spec == P(("data", "fsdp"), None, "tensor")
 
 
@@ -132,7 +132,7 @@ def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
     assert "blocks/mlp/up: dim d_model=32 is not divisible by mesh.fsdp=3" in text
     assert "nearest legal d_model: 30 or 33; or set mesh.fsdp to 2" in text
     assert "norm" not in text  # vectors are kept whole
-    assert sharding.place(spec_of().named_parameters(), rules(0, fsdp=3))
+    assert placement.place(spec_of().named_parameters(), rules(0, fsdp=3))
 
 
 def test_query_heads_that_tensor_does_not_divide_are_refused():
@@ -143,10 +143,10 @@ def test_query_heads_that_tensor_does_not_divide_are_refused():
 
 def test_kv_heads_are_copied_if_tensor_is_a_multiple_and_refused_if_neither_divides():
     few = replace(TINY, num_heads=8, num_kv_heads=2)
-    placed = sharding.place(spec_of(few).named_parameters(), rules(tensor=4))
+    placed = placement.place(spec_of(few).named_parameters(), rules(tensor=4))
     key = next(p for p in placed if p.path == "blocks/attention/key")
     assert key.stored == P(None, None, None, None) and "2 kv heads < tensor 4: copied" in key.why
-    assert "2 kv heads < tensor 4: copied" in sharding.explain(placed)
+    assert "2 kv heads < tensor 4: copied" in placement.explain(placed)
     odd = replace(TINY, num_heads=12, num_kv_heads=3)
     text = faults(model=odd, tensor=2)
     assert "key: dim kv_heads=3 is not divisible by mesh.tensor=2" in text
@@ -166,14 +166,14 @@ def test_building_a_step_raises_all_faults():
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_explain_gives_bytes_copies_and_reasons(zero):
-    placed = sharding.place(spec_of().named_parameters(), rules(zero, data=2, fsdp=4))
+    placed = placement.place(spec_of().named_parameters(), rules(zero, data=2, fsdp=4))
     up = next(p for p in placed if p.path == "blocks/mlp/up")
     parts = 4 if zero == 3 else 1
     assert up.shard_bytes == 2 * 32 * 48 * 4 // parts
     assert up.replicated_bytes == up.shard_bytes * 8 - 2 * 32 * 48 * 4
     assert "data 2 replicates" in up.why
     assert (f"zero {zero} keeps parameters whole" in up.why) == (zero < 3)
-    table = sharding.explain(placed)
+    table = placement.explain(placed)
     lines = table.splitlines()
     assert len(lines) == len(placed) + 2 and "total:" in lines[-1]
     assert f"{sum(p.shard_bytes for p in placed):,} bytes of parameters per device" in lines[-1]
@@ -182,7 +182,7 @@ def test_explain_gives_bytes_copies_and_reasons(zero):
 
 def test_a_parameter_that_cannot_be_split_says_why():
     odd = {"table": (jax.ShapeDtypeStruct((7, 9), jnp.float32), ())}
-    (placed,) = sharding.place(odd, rules(fsdp=4))
+    (placed,) = placement.place(odd, rules(fsdp=4))
     assert placed.stored == P(None, None) and "no dim divides by fsdp 4" in placed.why
 
 
@@ -190,7 +190,7 @@ def test_a_parameter_that_cannot_be_split_says_why():
 def test_the_state_lies_where_the_table_says(layout):
     table, _ = rules_and_mesh(layout)
     state = init_of(layout)()
-    placed = {p.path: p for p in sharding.place(spec_of().named_parameters(), table)}
+    placed = {p.path: p for p in placement.place(spec_of().named_parameters(), table)}
     leaves = jax.tree_util.tree_leaves_with_path(state.trainable)
     assert len(leaves) == len(placed) and any("fsdp" in p.state for p in placed.values())
     for path, leaf in leaves:
@@ -231,7 +231,7 @@ def test_annotations_of_flax_are_read_and_the_rest_gets_a_default():
     named = spec.named_parameters()
     assert named["annotated/kernel"][1] == ("d_model", "d_ff")
     assert named["plain/kernel"][1] == ()
-    placed = {p.path: p.stored for p in sharding.place(named, rules(fsdp=4, tensor=2))}
+    placed = {p.path: p.stored for p in placement.place(named, rules(fsdp=4, tensor=2))}
     assert placed["annotated/kernel"] == P("fsdp", "tensor")
     assert placed["plain/kernel"] == P(None, "fsdp") and placed["plain/bias"] == P(None)
 
@@ -260,7 +260,7 @@ def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
     spec = describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=RENAMED[which])
     table, _ = rules_and_mesh(layout)
     before, after = (
-        {p.path: p.stored for p in sharding.place(s.named_parameters(), table)} for s in (spec_of(), spec)
+        {p.path: p.stored for p in placement.place(s.named_parameters(), table)} for s in (spec_of(), spec)
     )
     assert before != after
     return spec
@@ -277,8 +277,8 @@ def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatc
             asked.add((names, x.shape))
         return plain(x, names, *others)
 
-    monkeypatch.setattr(sharding, "gather", partial(spy, sharding.gather))
-    monkeypatch.setattr(sharding, "scatter", partial(spy, sharding.scatter))
+    monkeypatch.setattr(execution, "gather", partial(spy, execution.gather))
+    monkeypatch.setattr(execution, "scatter", partial(spy, execution.scatter))
     table, mesh = rules_and_mesh(layout)
     built = build_train_step(spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig())
     state, batch = built.init(), jax.device_put(batch_of(), built.batch_shardings(batch_of()))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.models.staged import Loss, as_loss
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.training.state import describe
-from jaxdist.training.step import StepConfig, build_train_step
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.protocols.model import Loss, as_loss
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step.train_step import StepConfig, build_train_step
 from support.models import (
     MIXED,
     ONE,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist import mesh
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
+from jaxdist.parallel import mesh
 from jaxdist.planner import targets
 from support.paths import ROOT
 

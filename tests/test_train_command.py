@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist import dry_run, recipe, train
-from jaxdist.mesh import MeshConfig
+from jaxdist.parallel.mesh import MeshConfig
 from support.runs import overrides, refused
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")

@@ -14,9 +14,9 @@ from jaxdist import inference, recipe, train
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.data.loader import Loader
-from jaxdist.mesh import build_mesh
 from jaxdist.models.vision import VisionConfig, VisionTransformer
-from jaxdist.training.state import describe
+from jaxdist.parallel.mesh import build_mesh
+from jaxdist.protocols.model_spec import describe
 from jaxdist.verification import subject
 
 DIGITS = DataConfig(source="digits")

@@ -19,9 +19,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxdist.adapters import LoraConfig
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Part, Stored
+from jaxdist.models.lora import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

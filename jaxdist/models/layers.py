@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.staged import Context
-from jaxdist.sharding import platform, shard
+from jaxdist.parallel.execution import platform, shard
+from jaxdist.protocols.model import Context
 
 Names = tuple[str | None, ...]
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist import precision
 from jaxdist.models.layers import (
     ACTIVATIONS,
     Norm,
@@ -24,7 +23,14 @@ from jaxdist.models.layers import (
     rotary_tables,
     rotate,
 )
-from jaxdist.models.staged import (
+from jaxdist.models.transformer_config import TransformerConfig
+from jaxdist.ops.attention import attention, cached_attention
+from jaxdist.ops.cross_entropy import cross_entropy
+from jaxdist.ops.embedding import embed
+from jaxdist.ops.matmul import project
+from jaxdist.parallel import precision
+from jaxdist.parallel.execution import shard
+from jaxdist.protocols.model import (
     Batch,
     Context,
     Loss,
@@ -35,12 +41,6 @@ from jaxdist.models.staged import (
     stack,
     staged_loss,
 )
-from jaxdist.models.transformer_config import TransformerConfig
-from jaxdist.ops.attention import attention, cached_attention
-from jaxdist.ops.cross_entropy import cross_entropy
-from jaxdist.ops.embedding import embed
-from jaxdist.ops.projection import project
-from jaxdist.sharding import shard
 
 
 class Cache(NamedTuple):
@@ -186,7 +186,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model (staged, see `jaxdist.models.staged`)."""
+    """A decoder-only language model (staged, see `jaxdist.protocols.model`)."""
 
     Config = TransformerConfig
     casts_itself = True  # ops cast kernels to the compute dtype; parameters stay float32

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.models.layers import ACTIVATIONS, Norm, biased, dropout, lift, named, normal, residual
-from jaxdist.models.staged import Batch, Context, Loss, run_blocks, shared_fields, stack, staged_loss
 from jaxdist.ops.attention import attention
-from jaxdist.ops.projection import project
-from jaxdist.precision import compute_dtype
-from jaxdist.sharding import shard
+from jaxdist.ops.matmul import project
+from jaxdist.parallel.execution import shard
+from jaxdist.parallel.precision import compute_dtype
+from jaxdist.protocols.model import Batch, Context, Loss, run_blocks, shared_fields, stack, staged_loss
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
 from jaxdist.config import extras
+from jaxdist.parallel import execution
 
 IMPLEMENTATIONS = ("auto", "reference", "cudnn", "splash")
 OUT = "attention_out"  # name of the result
@@ -104,7 +104,7 @@ def _check(
 
 
 def _implementation(q_BSHN: jax.Array, options: _Options) -> str:
-    platform = sharding.platform()
+    platform = execution.platform()
     if platform == "tpu":
         return "splash"
     if platform != "gpu":
@@ -128,14 +128,14 @@ def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array) -> jax.Array:
 
     With tensor=8 and 4 kv heads every one is held twice, so that 8 devices have one each.
     """
-    now = sharding.active()
+    now = execution.active()
     H, K = q_BSHN.shape[2], k_BSKN.shape[2]
     shards = 1 if now is None else now.rules.shape.sizes["tensor"]
     if now is None or K % shards == 0 or H % shards:
         return k_BSKN
     copies = math.lcm(K, shards) // K
     copies = copies if H % (K * copies) == 0 else H // K
-    return sharding.shard(jnp.repeat(k_BSKN, copies, 2), "batch", "sequence", "kv_heads", None)
+    return execution.shard(jnp.repeat(k_BSKN, copies, 2), "batch", "sequence", "kv_heads", None)
 
 
 def _per_device(
@@ -149,7 +149,7 @@ def _per_device(
 
     The partitioner can't look into a kernel: without this it would gather all of q, k and v.
     """
-    now = sharding.active()
+    now = execution.active()
     if now is None:
         return kernel(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
     q_spec = now.rules.activation(("batch", None, "heads", None), q_BSHN.shape)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist import sharding
+from jaxdist.parallel import execution
 
 Names = tuple[str | None, ...]
 
@@ -58,7 +58,7 @@ def cross_entropy(
     """
     shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
     names = getattr(head, "logical", ())
-    axis = sharding.vocabulary_axis(names)
+    axis = execution.vocabulary_axis(names)
     options = Options(names, tied, z_loss, softcap, shards, chunk, axis)
     x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
@@ -70,7 +70,7 @@ def cross_entropy(
 def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
     """Returns the number of batch shards, the length of a chunk, and what the last one lacks."""
     batch, length = dims[0], dims[1]
-    now = sharding.active()
+    now = execution.active()
     shards = now.rules.shape.batch_shards if now else 1
     shards = shards if batch % shards == 0 else 1
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
@@ -81,7 +81,7 @@ def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(x, kernel, targets, weights, options: Options):
-    head = sharding.gather(kernel, options.names, x.dtype)
+    head = execution.gather(kernel, options.names, x.dtype)
 
     def add(total, part):
         x_part, targets_part, weights_part = part
@@ -93,7 +93,7 @@ def _cross_entropy(x, kernel, targets, weights, options: Options):
 
 
 def _forward(x, kernel, targets, weights, options: Options):
-    head = sharding.gather(kernel, options.names, x.dtype)
+    head = execution.gather(kernel, options.names, x.dtype)
 
     def add(carry, part):
         loss, z, dhead = carry
@@ -112,10 +112,10 @@ def _forward(x, kernel, targets, weights, options: Options):
     zeros = _head_named(jnp.zeros((*group, *kernel.shape), jnp.float32), options)
     start = (jnp.float32(0), jnp.float32(0), zeros)
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
-    gradient = sharding.scatter(dhead.sum(0) if group else dhead, options.names)
+    gradient = execution.scatter(dhead.sum(0) if group else dhead, options.names)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
-    if sharding.platform() == "tpu":
+    if execution.platform() == "tpu":
         # Left to the scheduler, the sum over devices comes last: a whole head stays until then.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
     return (loss, z), (dx, gradient)
@@ -178,14 +178,14 @@ def _target_logits(logits, targets, options: Options):
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
     hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    if not sharding.in_stage():
+    if not execution.in_stage():
         return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
     # Not by index: XLA's partitioner cannot split a gather inside a stage.
     return _over_parts(_sum, jnp.where(hit, logits, 0).sum(-1), options), hit
 
 
 def _sum(x, axis: str):
-    return sharding.sum_over(axis, x)
+    return execution.sum_over(axis, x)
 
 
 def _over_parts(reduce, x, options: Options):
@@ -201,9 +201,9 @@ def _equation(equation: str, options: Options) -> str:
 
 def _named(x, last: str | None = None):
     """Returns rows [(G,) R, ...] constrained to their batch shards."""
-    return sharding.shard(x, *("batch", None, last)[-x.ndim :])
+    return execution.shard(x, *("batch", None, last)[-x.ndim :])
 
 
 def _head_named(dhead, options: Options):
     own = ("vocab", None) if options.tied else (None, "vocab")
-    return sharding.shard(dhead, *("batch", *own)[-dhead.ndim :])
+    return execution.shard(dhead, *("batch", *own)[-dhead.ndim :])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist import precision, sharding
+from jaxdist.parallel import execution, precision
 
 Names = tuple[str | None, ...]
 
@@ -28,14 +28,14 @@ def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _embed(table, indices, names: Names, dtype):
-    indices, by_width = _by_width(indices, names, sharding.stored_by_fsdp)
+    indices, by_width = _by_width(indices, names, execution.stored_by_fsdp)
     local, own = _own_part(indices, table, names)
     table = _unsplit(table, by_width)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
-    axis = sharding.vocabulary_axis(names)
+    axis = execution.vocabulary_axis(names)
     if own is not None and axis is not None:
-        rows = sharding.sum_over(axis, jnp.where(own[..., None], rows, 0))
-    return sharding.shard(rows, "batch_of_group", None, "width") if by_width else rows
+        rows = execution.sum_over(axis, jnp.where(own[..., None], rows, 0))
+    return execution.shard(rows, "batch_of_group", None, "width") if by_width else rows
 
 
 def _forward(table, indices, names, dtype):
@@ -44,13 +44,13 @@ def _forward(table, indices, names, dtype):
 
 def _backward(names, dtype, residuals, dx):
     table, indices = residuals
-    indices, by_width = _by_width(indices, names, sharding.gradient_by_fsdp)
-    dx = sharding.shard(dx, "batch_of_group", None, "width") if by_width else dx
+    indices, by_width = _by_width(indices, names, execution.gradient_by_fsdp)
+    dx = execution.shard(dx, "batch_of_group", None, "width") if by_width else dx
     local, own = _own_part(indices, table, names)
     dx = dx.astype(jnp.float32) if own is None else jnp.where(own[..., None], dx, 0).astype(jnp.float32)
     total = jnp.zeros(table.shape, jnp.float32)
     total = _unsplit(_unsplit(total, by_width).at[local].add(dx), by_width)
-    return sharding.scatter(total, names).astype(table.dtype), None
+    return execution.scatter(total, names).astype(table.dtype), None
 
 
 _embed.defvjp(_forward, _backward)
@@ -62,14 +62,14 @@ def _unsplit(table, by_width: bool):
     XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits inside a stage.
     Outside a pipeline the table is returned as it is.
     """
-    if not sharding.in_stage():
+    if not execution.in_stage():
         return table
-    return sharding.shard(table, None, "width" if by_width else None)
+    return execution.shard(table, None, "width" if by_width else None)
 
 
 def _own_part(indices, table, names: Names):
     """Returns indices into this stage's part of the table, and which of them are in it (None: all)."""
-    axis = sharding.vocabulary_axis(names)
+    axis = execution.vocabulary_axis(names)
     if axis is None:
         return indices, None
     local = indices - jax.lax.axis_index(axis) * table.shape[0]
@@ -81,4 +81,4 @@ def _by_width(indices, names: Names, is_split):
     """Returns the indices where they are needed, and whether the table is split by width."""
     if not is_split(names):
         return indices, False
-    return sharding.shard(indices, "batch_of_group", None), True
+    return execution.shard(indices, "batch_of_group", None), True

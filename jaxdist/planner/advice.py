@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxdist import recipe, remat
+from jaxdist import recipe
 from jaxdist.config import ConfigError
-from jaxdist.mesh import MeshShape
+from jaxdist.parallel import remat
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import CannotTell
 from jaxdist.planner.targets import Target
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules
-from jaxdist.training.state import ModelSpec
 
 LEAST = 0.01  # of the peak: what saves less is no advice
 SURE = 0.95  # of the capacity: what an account may be off by is left free

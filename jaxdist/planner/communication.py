@@ -17,7 +17,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from jaxdist.mesh import BATCH_AXES, CHATTY_AXES, MeshShape
+from jaxdist.parallel.mesh import BATCH_AXES, CHATTY_AXES, MeshShape
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import time_text
@@ -229,7 +229,7 @@ def warnings(
     large = [one for one in found if one.bytes >= _LARGE]
     lines = [*_synchronous(large), *_slow_links(large)]
     if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
-        cure = f"they are used in {compute}: cast them before, as jaxdist.ops.projection.project does"
+        cure = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
         cure = "precision.compute=bfloat16 halves the bytes" if compute == "float32" else cure
         lines.append(f"weights are gathered in float32 ({_places(wide)}); {cure}")
     if reduced := [one for one in large if one.kind == "all-reduce" and one.gathers_weights]:

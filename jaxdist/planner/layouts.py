@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from jaxdist import recipe, remat
+from jaxdist import recipe
 from jaxdist.config import ConfigError
-from jaxdist.mesh import DcnConfig, MeshConfig, MeshShape
-from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.parallel import remat
+from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
+from jaxdist.parallel.pipeline.schedules import bubble_fraction
+from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.planner import formulas, memory
 from jaxdist.planner.targets import Link, Target
 from jaxdist.planner.timing import attention_share
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules, build_rules
-from jaxdist.training.state import ModelSpec
 from jaxdist.workdir import model_flops
 
 REMAT = (

@@ -21,13 +21,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import optimizers, precision, recipe, remat
-from jaxdist.models.staged import Context, shared_fields
+from jaxdist import recipe
+from jaxdist.optim import optimizers
+from jaxdist.parallel import precision, remat
+from jaxdist.parallel.optimizer_sharding import state_specs
+from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.planner.targets import Target
+from jaxdist.protocols.model import Context, shared_fields
+from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules, axes_in
-from jaxdist.training.moments import state_specs
-from jaxdist.training.state import ModelSpec, stored_dtype
 
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak

@@ -13,17 +13,17 @@ import jax
 from jaxdist import config as configs
 from jaxdist import recipe, stages
 from jaxdist.config import ConfigError
-from jaxdist.mesh import MeshShape
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import advice, communication, memory, show, targets, timing
 from jaxdist.planner.advice import Edit
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules
 from jaxdist.telemetry import hlo
-from jaxdist.training.state import ModelSpec
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need the rest.

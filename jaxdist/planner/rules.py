@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxdist.pipeline.schedule import bubble_fraction
+from jaxdist.parallel.pipeline.schedules import bubble_fraction
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
 

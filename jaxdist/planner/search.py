@@ -24,9 +24,9 @@ from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
 from jaxdist.telemetry.units import time_text
-from jaxdist.training.state import ModelSpec
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
 SURE = 0.02  # but they do rank variants of one, which share their errors

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from jaxdist import mesh
 from jaxdist.config import ConfigError, extras, suggest
 from jaxdist.hardware import chips as hardware
-from jaxdist.mesh import MeshShape
+from jaxdist.parallel import mesh
+from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
 
 _ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from jaxdist import recipe, stages
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import RunConfig
-from jaxdist.sharding import Rules
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
-from jaxdist.training.state import ModelSpec
 from jaxdist.workdir import model_flops
 
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides

@@ -23,7 +23,7 @@ import jax
 
 from jaxdist import recipe, workdir
 from jaxdist.config import ConfigError
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
 

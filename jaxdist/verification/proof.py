@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxdist import recipe
 from jaxdist.config import ConfigError, trees
-from jaxdist.mesh import build_mesh
-from jaxdist.precision import FloatName, PrecisionConfig
+from jaxdist.parallel.mesh import build_mesh
+from jaxdist.parallel.precision import FloatName, PrecisionConfig
 from jaxdist.recipe import RunConfig
-from jaxdist.training.state import State
-from jaxdist.training.step import TrainStep
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
 from jaxdist.verification.comparison import (
     HEADER,
     WIDTH,

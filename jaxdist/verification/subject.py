@@ -16,9 +16,9 @@ from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
-from jaxdist.mesh import AXES
+from jaxdist.parallel.mesh import AXES
+from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.recipe import RunConfig
-from jaxdist.training.staging import PipelineConfig
 
 JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with

@@ -17,7 +17,7 @@ from jaxdist.checkpoint import folder as folders
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.training.state import State
+from jaxdist.step.state import State
 from support.runs import train
 
 

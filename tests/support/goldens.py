@@ -15,20 +15,25 @@ from pathlib import Path
 
 import yaml
 
+from jaxdist.parallel import placement
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path.insert(0, str(ROOT))
 
-from jaxdist import (  # noqa: E402
-    config,
-    recipe,
-    sharding,  # noqa: E402
-)
+from jaxdist import config, recipe  # noqa: E402
 from jaxdist.config import annotations  # noqa: E402
-from jaxdist.mesh import MeshConfig, resolve_mesh  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
+from jaxdist.parallel import sharding  # noqa: E402
+from jaxdist.parallel.mesh import (  # noqa: E402
+    MeshConfig,
+    resolve_mesh,  # noqa: E402
+)
 from jaxdist.planner import rules, targets  # noqa: E402
-from jaxdist.training.state import ModelSpec, describe  # noqa: E402
+from jaxdist.protocols.model_spec import (  # noqa: E402
+    ModelSpec,
+    describe,  # noqa: E402
+)
 
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
@@ -123,7 +128,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         shape = resolve_mesh(mesh, mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor)
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
-            table = sharding.explain(recipe.placements(run, spec, sharding.build_rules(mesh, shape)))
+            table = placement.explain(recipe.placements(run, spec, sharding.build_rules(mesh, shape)))
         except config.ConfigError as error:
             table = "refused\n" + str(error)
         parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")

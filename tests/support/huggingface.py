@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from jaxdist import convert, interop, pretrained, recipe, sharding
+from jaxdist import convert, interop, pretrained, recipe
 from jaxdist.config import trees
-from jaxdist.mesh import build_mesh
-from jaxdist.training.state import ModelSpec
-from jaxdist.training.step import TrainStep
+from jaxdist.parallel import execution, sharding
+from jaxdist.parallel.mesh import build_mesh
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.step.train_step import TrainStep
 from support.paths import DATA
 
 FOLDERS = DATA / "huggingface"
@@ -55,7 +56,7 @@ def logits(at, trainable, tokens, frozen=None):
 
     def forward(trainable, frozen, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        with sharding.activate(at.mesh, at.rules):
+        with execution.activate(at.mesh, at.rules):
             model = at.spec.assemble(trainable, at.spec.model_state, frozen)
             return model.forward({"tokens": tokens, "positions": positions})
 

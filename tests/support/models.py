@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist import mesh as meshes
-from jaxdist import sharding
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.optimizers import OptimizerConfig, build_schedule
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import mesh as meshes
+from jaxdist.parallel import sharding
+from jaxdist.protocols.model_spec import ModelSpec, describe
+from jaxdist.step.state import State
+from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.telemetry import hlo
-from jaxdist.training.state import ModelSpec, State, describe
-from jaxdist.training.step import StepConfig, TrainStep, build_train_step
 
 TINY = TransformerConfig(
     vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=4, head_dim=8,

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist import mesh as meshes
-from jaxdist import sharding
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.optimizers import OptimizerConfig, build_schedule
-from jaxdist.training.staging import PipelineConfig, Staging
-from jaxdist.training.step import StepConfig, TrainStep, build_train_step
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import mesh as meshes
+from jaxdist.parallel import sharding
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from support.models import TINY, batch_of, spec_of
 
 # Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal weights.

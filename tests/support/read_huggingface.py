@@ -10,7 +10,7 @@ import tracemalloc
 import jax
 
 from jaxdist import interop, machine, pretrained, recipe
-from jaxdist.mesh import build_mesh
+from jaxdist.parallel.mesh import build_mesh
 
 
 def main(folder: str, mesh: str) -> None:

@@ -1,6 +1,6 @@
 """The programs in tests/hlo: what each was compiled for, and its collectives."""
 
-from jaxdist.mesh import AXES, MeshShape
+from jaxdist.parallel.mesh import AXES, MeshShape
 from jaxdist.planner import communication, targets
 from jaxdist.telemetry import hlo
 from support.paths import HLO

@@ -11,8 +11,8 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxdist.config import ConfigError, trees
-from jaxdist.models.staged import Batch, Loss, as_loss, staged_loss
-from jaxdist.training.state import ModelSpec, Tree
+from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
+from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 REQUIRED = "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as data (numpy only): made, read, checked, compiled, simulated and drawn."""
 
-from jaxdist.pipeline.schedule.balance import (
+from jaxdist.parallel.pipeline.schedules.balance import (
     Balance,
     Option,
     balance,
@@ -8,16 +8,9 @@ from jaxdist.pipeline.schedule.balance import (
     even_cut,
     microbatch_options,
 )
-from jaxdist.pipeline.schedule.program import (
-    KINDS,
-    Program,
-    Rows,
-    Run,
-    Ticks,
-    compile_schedule,
-)
-from jaxdist.pipeline.schedule.simulator import Costs, Simulation, draw_svg, draw_text, simulate
-from jaxdist.pipeline.schedule.tables import (
+from jaxdist.parallel.pipeline.schedules.program import KINDS, Program, Rows, Run, Ticks, compile_schedule
+from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, draw_text, simulate
+from jaxdist.parallel.pipeline.schedules.table import (
     SCHEDULES,
     Schedule,
     ScheduleError,

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdist import remat
-from jaxdist.pipeline.schedule import Program, ScheduleError, build_schedule, compile_schedule
-from jaxdist.remat import RematConfig
-from jaxdist.training.state import ModelSpec, Tree
+from jaxdist.parallel import remat
+from jaxdist.parallel.pipeline.schedules import Program, ScheduleError, build_schedule, compile_schedule
+from jaxdist.parallel.remat import RematConfig
+from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 NAMES = ("chunks", "stages", "layers")
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist import precision, sharding
-from jaxdist.models.staged import Batch, Loss, as_loss, run_blocks, staged_loss
-from jaxdist.pipeline.executor import Pipeline, pipeline_sums
-from jaxdist.pipeline.schedule import Program
-from jaxdist.remat import rematerialised
-from jaxdist.training.state import ModelSpec, Tree
+from jaxdist.parallel import execution, precision
+from jaxdist.parallel.pipeline.executor import Pipeline, pipeline_sums
+from jaxdist.parallel.pipeline.schedules import Program
+from jaxdist.parallel.remat import rematerialised
+from jaxdist.protocols.model import Batch, Loss, as_loss, run_blocks, staged_loss
+from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "Scored"]]
 Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, "Scored"]]
@@ -110,7 +110,7 @@ def _with_whole_edges(tree: Tree) -> Tree:
     XLA's partitioner aborts on an index into a table that devices of a stage share out ("Check failed:
     partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
     """
-    now = sharding.active()
+    now = execution.active()
     if now is None or not now.in_stage:
         return tree
     whole = jax.sharding.PartitionSpec()
@@ -176,7 +176,7 @@ def _laid_out(gradients: Tree, names: Tree) -> Tree:
     """Returns float32 gradients in the gradients' sharding (a no-op where ops did it already)."""
     leaves, structure = jax.tree.flatten(gradients)
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    out = [sharding.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)]
+    out = [execution.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)]
     return jax.tree.unflatten(structure, out)
 
 
@@ -187,5 +187,5 @@ def split(x: jax.Array, parts: int) -> jax.Array:
     and none has to move to another device.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
-    rows = sharding.shard(rows, "batch", *(None,) * (rows.ndim - 1))
+    rows = execution.shard(rows, "batch", *(None,) * (rows.ndim - 1))
     return jnp.moveaxis(rows, 1, 0)

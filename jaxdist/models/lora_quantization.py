@@ -18,7 +18,7 @@ import numpy as np
 import qwix
 
 from jaxdist.config import ConfigError
-from jaxdist.sharding import FSDP_NAME, Names
+from jaxdist.protocols.param_names import FSDP_NAME, Names
 
 TILE = 64  # weights that share a scale; in QLoRA too
 SMALLEST_TILE = 16  # with smaller ones the scales would take more than half of what the codes do

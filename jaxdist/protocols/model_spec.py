@@ -15,22 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, trees
-from jaxdist.models.staged import is_staged, pattern_of
-from jaxdist.sharding import Names
-from jaxdist.training import naming
+from jaxdist.protocols import param_names
+from jaxdist.protocols.model import is_staged, pattern_of
+from jaxdist.protocols.param_names import Names
 
 Tree = Any  # nested dicts of arrays
-
-
-class State(NamedTuple):
-    """The state after `step` updates. Random keys are not stored: they fold from seed and step."""
-
-    step: jax.Array  # int32
-    trainable: Tree
-    frozen: Tree  # parameters that are not trained
-    model_state: Tree  # what the model keeps beside parameters: running statistics, counters
-    opt_state: Tree
-    ema: Tree  # None without a moving average
 
 
 @dataclass(frozen=True)
@@ -204,8 +193,8 @@ def describe(
         for pattern in frozen if not any(re.search(pattern, path) for path in everything)
     ]  # fmt: skip
     staged = is_staged(model)
-    named, misfits = naming.rename(naming.names_of(model, staged=staged), rules, everything)
-    naming.set_names(model, named)
+    named, misfits = param_names.rename(param_names.names_of(model, staged=staged), rules, everything)
+    param_names.set_names(model, named)
     parts = _split(model, frozen)
     if not jax.tree.leaves(parts.trainable):
         faults.append("optimizer.frozen leaves no parameter to train")

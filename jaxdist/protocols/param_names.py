@@ -11,7 +11,25 @@ from typing import Any
 from flax import nnx
 
 from jaxdist.config import suggest
-from jaxdist.sharding import FSDP_NAME, PARAMETER_AXES, STACKS, Names
+
+Names = tuple[str | None, ...]
+
+
+# Dims split by an axis that computes on its shard. d_model is what fsdp prefers to store in shards.
+PARAMETER_AXES = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "d_ff": "tensor",
+    "experts": "expert",
+}
+
+
+STACKS = ("chunks", "stages", "layers", "")  # names of stack dims; "" where a model names none
+
+
+FSDP_NAME = "d_model"
+
 
 DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist import precision, sharding
+from jaxdist.parallel import execution, precision
+from jaxdist.protocols import param_names
 
 Tree = Any
 
@@ -47,12 +48,12 @@ def stacked(layer: Part) -> Part:
 
 def own_names(names):
     """Returns a block parameter's names without those of its stack dims."""
-    return tuple(name for name in names if name not in sharding.STACKS)
+    return tuple(name for name in names if name not in param_names.STACKS)
 
 
 def gathered(leaf: jax.Array, names) -> jax.Array:
     """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
     own = own_names(names)
-    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and sharding.stored_in_shards(own, leaf.shape)):
+    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and execution.stored_in_shards(own, leaf.shape)):
         return leaf
-    return sharding.gather(leaf, own, precision.compute_dtype(leaf.dtype))
+    return execution.gather(leaf, own, precision.compute_dtype(leaf.dtype))

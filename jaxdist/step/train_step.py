@@ -12,18 +12,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import precision, sharding
 from jaxdist.config import ConfigError
-from jaxdist.models.staged import Batch
-from jaxdist.optimizers import OptimizerConfig, Schedule, build_optimizer
-from jaxdist.sharding import Rules
-from jaxdist.training import examination
-from jaxdist.training.moments import state_specs
-from jaxdist.training.objective import Sums, build_objective, build_pipelined, sum_gradients
-from jaxdist.training.staging import Staging
-from jaxdist.training.state import ModelSpec, State, Tree, stored_dtype
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import Schedule
+from jaxdist.parallel import execution, placement, precision
+from jaxdist.parallel.optimizer_sharding import state_specs
+from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols import param_names
+from jaxdist.protocols.model import Batch
+from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
+from jaxdist.step import model_checks
+from jaxdist.step.gradients import build_objective, build_pipelined, sum_gradients
+from jaxdist.step.state import Metrics, OptState, State
+from jaxdist.step.update import _rule, _told, _update
 
-Metrics = dict[str, jax.Array]
 INIT, STEPS = 0, 1  # what the seed's first fold is for
 
 
@@ -39,15 +42,6 @@ class StepConfig:
     remat: str = "dots"
     ema_decay: float = 0.0
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
-
-
-class OptState(NamedTuple):
-    """The optimizer's state, and where the run stands in its schedule."""
-
-    optimizer: Tree
-    skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
-    clock: jax.Array  # float32, position in the schedule; equals the step at pace 1
-    pace: jax.Array  # float32, clock per step; above 1 when the run must end by a time
 
 
 class TrainStep(NamedTuple):
@@ -91,11 +85,11 @@ def build_train_step(
     """
     cut, flat = config.staging, spec
     stages = cut.stages if cut else 1
-    if found := list(examination.faults(spec, stages=stages)):
+    if found := list(model_checks.faults(spec, stages=stages)):
         raise ConfigError(found)
     rule = _rule(optimizer, schedule, spec)
     spec = cut.staged_spec(spec) if cut else spec
-    sharding.place(spec.named_parameters(), rules)
+    placement.place(spec.named_parameters(), rules)
     abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, rule.transform, config))
     specs = _state_specs(spec, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
@@ -104,9 +98,9 @@ def build_train_step(
     scored = _pipelined(spec, config, backward=False) or objective
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if found := examination.examine(flat, batch, accumulation=config.accumulation, stages=stages):
+        if found := model_checks.examine(flat, batch, accumulation=config.accumulation, stages=stages):
             raise ConfigError(found)
-        with sharding.activate(mesh, rules), precision.reducing_in(config.reduce):
+        with execution.activate(mesh, rules), precision.reducing_in(config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
                 objective, state.trainable, state.model_state, state.frozen, batch, key,
@@ -122,7 +116,7 @@ def build_train_step(
         return after, metrics
 
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with sharding.activate(mesh, rules):
+        with execution.activate(mesh, rules):
             weights = state.trainable if state.ema is None else state.ema
             loss = scored(weights, state.model_state, state.frozen, batch, None)[1].loss
         return loss.sum, loss.count
@@ -156,106 +150,6 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
     )  # fmt: skip
 
 
-class _Rule(NamedTuple):
-    """How gradients become updates."""
-
-    transform: optax.GradientTransformation
-    schedule: Schedule | None  # None: the rate is the transformation's own
-    clip: float  # largest global norm of gradients; 0 = no limit
-
-
-def _rule(
-    optimizer: OptimizerConfig | optax.GradientTransformation, schedule: Schedule | None, spec: ModelSpec
-) -> _Rule:
-    if not isinstance(optimizer, OptimizerConfig):
-        return _Rule(optimizer, None, 0.0)
-    transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
-    return _Rule(transform, schedule, optimizer.clip_norm)
-
-
-def _update(state, found, batch, rule: _Rule, config, spec) -> tuple[State, Metrics]:
-    """Returns the state after one update by summed gradients, unchanged if they are not finite."""
-    transform, schedule, clip = rule
-    count, loss = found.loss.count, found.loss
-    norm = optax.tree.norm(found.gradients) / count
-    scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
-    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.placed_names)
-    updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
-    # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
-    rate = schedule(state.opt_state.clock) if schedule else None
-    updates = _as_state(updates, spec.placed_names)
-    updates = jax.tree.map(lambda u: u * rate, updates) if schedule else updates
-    trainable = optax.apply_updates(state.trainable, updates)
-    ema = state.ema
-    if ema is not None:
-        ema = jax.tree.map(lambda e, p: e + (1 - config.ema_decay) * (p - e), ema, trainable)
-    good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
-    skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-    trainable = _chosen(good, trainable, state.trainable)
-    good = _once_there(good, trainable) if sharding.active() else good
-
-    metrics = {
-        "loss": loss.sum / count,
-        "grad_norm": norm,
-        **({"learning_rate": rate} if schedule else {}),
-        # Known only after the norm: a sum over devices that depends on nothing may run before or beside
-        # those in the layers' loop (XLA on CPU), and processes that differ in that mix up their messages.
-        "tokens": jnp.sum((batch["weights"] > 0) & ~(norm < -1)) if "weights" in batch else _samples(batch),
-        "skipped": skipped,
-        **{f"aux/{name}": value / count for name, value in loss.aux.items()},
-    }
-    after = State(
-        state.step + 1,
-        trainable,
-        state.frozen,
-        _chosen(good, found.model_state, state.model_state),
-        state.opt_state._replace(
-            optimizer=_chosen(good, new, state.opt_state.optimizer),
-            skipped=skipped,
-            clock=state.opt_state.clock + state.opt_state.pace,
-        ),
-        _chosen(good, ema, state.ema),
-    )
-    return after, metrics
-
-
-def _samples(batch: Batch) -> jax.Array:
-    return jnp.int32(next(iter(batch.values())).shape[0])
-
-
-def _told(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
-    """Returns the model state after the model was told the step's stats."""
-    if not sums.loss.stats:
-        return sums.model_state
-    parts = [state.trainable, sums.model_state, state.frozen]
-    parts = [*map(cut.flat, parts)] if cut else parts
-    model = spec.assemble(*parts)
-    if not callable(getattr(model, "update", None)):
-        raise ConfigError(f"{type(model).__name__}.loss returns stats, but it has no update(self, stats)")
-    model.update(sums.loss.stats)
-    trainable, after, _ = spec.arrays_of(model)
-    if any(new is not old for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)):
-        name = type(model).__name__
-        raise ConfigError(f"{name}.update changes parameters; keep such values in an nnx.Variable")
-    return cut.staged(after) if cut else after
-
-
-def _chosen(good: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Returns the new tree, or the old one if the step was not good."""
-    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
-
-
-def _once_there(good: jax.Array, parameters: Tree) -> jax.Array:
-    """Returns `good`, but known only after the new parameters are.
-
-    Their update reads the old moments. XLA updates in place what it can prove to be read no more;
-    left unordered, it copies all moments first (8 bytes a parameter and device). The order costs a
-    little time, so it is kept to meshes, whose layouts are chosen for memory.
-    """
-    firsts = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(parameters))
-    return good & ~jnp.isnan(firsts)
-
-
 def _fresh_state(
     spec: ModelSpec,
     cut: Staging | None,
@@ -272,11 +166,6 @@ def _fresh_state(
     start = (jnp.int32(0), jnp.float32(0), jnp.float32(1))
     opt_state = OptState(transform.init(trainable), *start)
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
-
-
-def _unit_rate(_: Any) -> jax.Array:
-    """Leaves updates as they are: the rate is applied by the step."""
-    return jnp.float32(1)
 
 
 def _for_one_run(mesh: Mesh) -> dict[str, int] | None:
@@ -311,20 +200,9 @@ def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> Any:
     )
 
 
-def _specs(tree: Tree, named: Mapping[str, tuple[Any, sharding.Names]], rule: Callable[..., P]) -> Tree:
+def _specs(tree: Tree, named: Mapping[str, tuple[Any, param_names.Names]], rule: Callable[..., P]) -> Tree:
     specs = [rule(names, leaf.shape) for leaf, names in named.values()]
     return jax.tree.unflatten(jax.tree.structure(tree), specs)
-
-
-def _as_state(tree: Tree, names: Tree) -> Tree:
-    """Returns the tree laid out as optimizer state: each shard updates its own part."""
-    now = sharding.active()
-    if now is None:
-        return tree
-    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    leaves, structure = jax.tree.flatten(tree)
-    out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
-    return jax.tree.unflatten(structure, out)
 
 
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> Views:

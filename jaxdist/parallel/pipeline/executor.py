@@ -24,8 +24,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import sharding
-from jaxdist.models.staged import (
+from jaxdist.parallel import execution, sharding
+from jaxdist.parallel.pipeline.schedules import Program, Run
+from jaxdist.parallel.pipeline.stage_params import (
+    Part,
+    blocks_of,
+    edges,
+    edges_of,
+    gathered,
+    joined,
+    own_names,
+    stacked,
+)
+from jaxdist.protocols.model import (
     Batch,
     Block,
     Context,
@@ -35,8 +46,6 @@ from jaxdist.models.staged import (
     scan_layers,
     shared_fields,
 )
-from jaxdist.pipeline.parts import Part, blocks_of, edges, edges_of, gathered, joined, own_names, stacked
-from jaxdist.pipeline.schedule import Program, Run
 
 AXIS = "pipeline"
 Tree = Any
@@ -90,7 +99,7 @@ def pipeline_sums(
       names, held_names: logical names, like trainable and held.
       backward: False leaves the backward pass out; the gradients are then None.
     """
-    now = sharding.active()
+    now = execution.active()
     assert now is not None, "the executor runs inside a step"
     specs, held_specs = (
         jax.tree.map(_manual_spec, *pair) for pair in ((trainable, names), (held, held_names))
@@ -111,7 +120,7 @@ def pipeline_sums(
 
 def _manual_spec(leaf, names) -> P:
     """Returns how pipeline splits a parameter: blocks by stage, tables by vocabulary."""
-    now = sharding.active()
+    now = execution.active()
     assert now is not None, "the executor runs inside a step"
     stored = now.rules.stored(names, leaf.shape)
     return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
@@ -119,7 +128,7 @@ def _manual_spec(leaf, names) -> P:
 
 def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held, batch, key, rows):
     """Runs all ticks on one stage; arrays are this stage's part."""
-    with sharding.inside_stage():
+    with execution.inside_stage():
         stage = _Stage(pipeline, trainable, held, batch, key, names, held_names, backward)
         carry = stage.start()
         rows = jax.tree.map(lambda x: x[:, 0], rows)
@@ -268,12 +277,12 @@ class _Stage:
 
     @staticmethod
     def _zero_gradient(leaf, names):
-        return sharding.scatter(jnp.zeros(leaf.shape, jnp.float32), own_names(names))
+        return execution.scatter(jnp.zeros(leaf.shape, jnp.float32), own_names(names))
 
     @staticmethod
     def _residual(x: jax.Array) -> jax.Array:
         lead = (None,) * (x.ndim - 3)
-        return sharding.shard(x, *lead, "batch", "residual", None)
+        return execution.shard(x, *lead, "batch", "residual", None)
 
     def tick(self, run: Run, carry: Carry, item) -> tuple[Carry, None]:
         """Returns the carry after one tick, in the order that schedule.program lays down."""
@@ -321,7 +330,7 @@ class _Stage:
         """
         last = self.index == self.pipeline.stages - 1
         if not self.pipeline.edges_last:
-            y = self._residual(sharding.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
+            y = self._residual(execution.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
         rest, number = _in_this_tick(self.rest, at.h_mb)
         if not self.backward:
             loss = self._of_the_end(last, self.head(rest, y, number))
@@ -358,7 +367,7 @@ class _Stage:
         wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.pipeline.edges_last:
-            dx = sharding.sum_over(AXIS, dx)
+            dx = execution.sum_over(AXIS, dx)
 
         def embed(trained):
             return self.embed(self.rest._replace(trained=trained), at.eb_mb)
@@ -396,7 +405,7 @@ class _Stage:
             gradient = jnp.where(keep, gradient.astype(jnp.float32), 0)[None]
             old = jax.lax.dynamic_index_in_dim(total, row.b_chunk, 0, False)
             new = jax.lax.dynamic_update_index_in_dim(total, old + gradient, row.b_chunk, 0)
-            return sharding.scatter(new, own_names(names))
+            return execution.scatter(new, own_names(names))
 
         if "blocks" not in sums:  # frozen, all of them
             return sums
@@ -404,7 +413,7 @@ class _Stage:
 
     def _add_rest(self, sums: Tree, drest: Tree) -> Tree:
         def add(total, gradient, names):
-            return sharding.scatter(total + gradient.astype(jnp.float32), own_names(names))
+            return execution.scatter(total + gradient.astype(jnp.float32), own_names(names))
 
         return sums | jax.tree.map(add, edges(sums), drest, edges(self.names))
 
@@ -420,7 +429,7 @@ class _Stage:
 
     @staticmethod
     def _over_stages(total: jax.Array, names) -> jax.Array:
-        return sharding.scatter(jax.lax.psum(total, AXIS), own_names(names))
+        return execution.scatter(jax.lax.psum(total, AXIS), own_names(names))
 
 
 def _added(total: Loss, new: Loss) -> Loss:

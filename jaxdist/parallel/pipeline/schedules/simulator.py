@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxdist.pipeline.schedule.program import Program, compile_schedule
-from jaxdist.pipeline.schedule.tables import Schedule, ScheduleError
+from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
+from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError
 
 PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")  # in order, of a tick
 

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import precision, sharding
-from jaxdist.mesh import BATCH_AXES
+from jaxdist.parallel import execution, precision, sharding
+from jaxdist.parallel.mesh import BATCH_AXES
 
 Names = tuple[str | None, ...]
 
@@ -44,8 +44,8 @@ class Frozen:
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the kernel as it is computed with; its parts cross devices as they are stored."""
         if len(self.parts) == 1:
-            return sharding.gather(self.parts[0], self.names[0], dtype)
-        parts = [sharding.gather(x, n, x.dtype) for x, n in zip(self.parts, self.names, strict=True)]
+            return execution.gather(self.parts[0], self.names[0], dtype)
+        parts = [execution.gather(x, n, x.dtype) for x, n in zip(self.parts, self.names, strict=True)]
         return self.restored(*parts).astype(dtype)
 
 
@@ -94,7 +94,7 @@ def _backward(names, contract, residuals, cotangents):
             gradients.append(None)
             continue
         gradient = _kernel_gradient(x, dy, kernel, name, contract)
-        if _as_they_are() and sharding.axis_size("tensor") == 1:
+        if _as_they_are() and execution.axis_size("tensor") == 1:
             # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
             # (A tensor shard's are small, and there the compiler recomputes less under a fixed order.)
             gradient, cotangents = jax.lax.optimization_barrier((gradient, tuple(cotangents)))
@@ -107,7 +107,7 @@ _project.defvjp(_forward, _backward)
 
 def _gathered(kernels, names, dtype) -> list[jax.Array]:
     return [
-        kernel.gathered(dtype) if isinstance(kernel, Frozen) else sharding.gather(kernel, name, dtype)
+        kernel.gathered(dtype) if isinstance(kernel, Frozen) else execution.gather(kernel, name, dtype)
         for kernel, name in zip(kernels, names, strict=True)
     ]
 
@@ -147,7 +147,7 @@ def _merged(columns: Sequence[jax.Array], matrices: Sequence[jax.Array], parts: 
 
 def _parts(kernels, contract: int) -> int:
     """Returns the number of tensor shards if it divides the first output dim of every kernel."""
-    size = sharding.axis_size("tensor")
+    size = execution.axis_size("tensor")
     return size if all(kernel.shape[contract] % size == 0 for kernel in kernels) else 1
 
 
@@ -161,7 +161,7 @@ def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
     x, dy = _rows(x, contract), _rows(dy, kernel.ndim - contract)
     axes = tuple(range(x.ndim - 1))
     gradient = jnp.tensordot(x, dy, (axes, axes), preferred_element_type=dtype)
-    return sharding.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
+    return execution.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
 
 
 def _summed_in_shards(
@@ -182,7 +182,7 @@ def _summed_in_shards(
       x, dy: [batch, sequence, *K] and [batch, sequence, *out] for a parameter [*K, *out].
       contract: the number of dims in K.
     """
-    now, lead = sharding.active(), x.ndim - contract
+    now, lead = execution.active(), x.ndim - contract
     dims = (*x.shape[lead:], *dy.shape[lead:])
     if now is None:
         return product(x, dy)
@@ -190,7 +190,7 @@ def _summed_in_shards(
     axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
     if any(now.rules.shape.sizes[axis] > 1 and axis not in axes for axis in BATCH_AXES):
         # Written out, devices with the same samples would add up.
-        return sharding.scatter(product(x, dy), names)
+        return execution.scatter(product(x, dy), names)
     used, out = now.rules.computed(names, dims), now.rules.gradient(names, dims)
     shards = [i for i, entry in enumerate(out) if "fsdp" in sharding.axes_in(entry)]
 
@@ -213,7 +213,7 @@ def _summed_in_shards(
 
 
 def _as_they_are() -> bool:
-    return sharding.platform() == "tpu"
+    return execution.platform() == "tpu"
 
 
 def _rows(x: jax.Array, trailing: int) -> jax.Array:
@@ -222,7 +222,7 @@ def _rows(x: jax.Array, trailing: int) -> jax.Array:
     Where devices share out the sequence, merging it with the batch would shuffle samples about.
     """
     columns = math.prod(x.shape[x.ndim - trailing :])
-    if sharding.sequence_is_split():
+    if execution.sequence_is_split():
         return x.reshape(*x.shape[: x.ndim - trailing], columns)
     return x.reshape(-1, columns)
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, extras, trees
-from jaxdist.ops.projection import Frozen, project, project_lightly
-from jaxdist.sharding import Names
+from jaxdist.ops.matmul import Frozen, project, project_lightly
+from jaxdist.protocols.param_names import Names
 
 Base = Literal["none", "int8", "nf4"]
 Build = Callable[[nnx.Rngs], Any]
@@ -69,7 +69,7 @@ class Adapted(nnx.Module):
         self.form = None
         names = [shape.names]
         if config.base != "none":
-            make = extras.load("jaxdist.adapters.quantised", extra="lora").form_of
+            make = extras.load("jaxdist.models.lora_quantization", extra="lora").form_of
             self.form = make(config.base, shape.names, shape.own, shape.contract, shape.path)
             names.append(self.form.scale_names(shape.names))
         for part, name, value in zip(self.parts, names, self._stored(kernel[...]), strict=True):

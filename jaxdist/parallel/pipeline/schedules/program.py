@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.pipeline.schedule.tables import Schedule, ScheduleError, check
+from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError, check
 
 
 class Rows(NamedTuple):

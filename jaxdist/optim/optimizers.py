@@ -1,0 +1,217 @@
+"""Optimizers and learning-rate schedules: optax's own parts, steered by what a parameter means.
+
+Every optimizer here is the same chain: a *direction* (one row of `_DIRECTIONS`), decoupled weight
+decay on the parameters that should decay, then the learning rate as the last, linear factor. So
+weight decay always acts as `learning_rate * weight_decay * parameter`, and an update is linear in
+the learning rate. Clipping, skipping of non-finite steps and averaging of parameters belong to the
+train step, which sees the whole gradient.
+
+What a parameter means is read from its logical names (`role_of`), not from its rank: parameters
+of layers are stacks `[num_layers, ...]`, so a norm scale has rank 2 and a kernel rank 3 or 4.
+A stack is always treated as that many separate parameters.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from jaxdist.config import ConfigError, trees
+from jaxdist.optim.config import OptimizerConfig, faults
+from jaxdist.optim.roles import Role, decay_mask, roles
+from jaxdist.optim.schedules import Schedule
+
+# ---------------------------------------------------------------------------------- schedules
+
+
+# -------------------------------------------------------------------------------------- roles
+
+
+# --------------------------------------------------------------------------------- optimizers
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    schedule: Schedule,
+    abstract_params: optax.Params,
+    logical_names: optax.Params,
+) -> optax.GradientTransformation:
+    """Returns the gradient transformation; `update` needs the parameters.
+
+    State and updates are float32 whatever the parameters are (except `momentum_dtype`): a second
+    moment in bfloat16 would stop moving, because 1 - b2 is below its resolution.
+    `optax.apply_updates` then rounds once, into the parameters' dtype.
+
+    Args:
+      schedule: from `build_schedule`; called with the number of updates applied so far.
+      abstract_params: nested dict of arrays or ShapeDtypeStructs; only paths and shapes are read.
+      logical_names: nested dict of tuples, the names of the trailing dims.
+
+    Raises:
+      ConfigError: a value of `config` is out of range, or a group has no parameter.
+    """
+    found = faults(config)
+    if config.name == "given":
+        found.append("optimizer.name = given is written by jaxdist.fit; only there an optimizer is given.")
+    if found:
+        raise ConfigError(found)
+    param_roles = roles(abstract_params, logical_names)
+    parts = [_DIRECTIONS[config.name](config, param_roles)]
+    mask = decay_mask(config, param_roles)
+    if config.groups:
+        parts.append(_by_group(config, mask))
+    elif config.weight_decay:
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask))
+    if config.name == "muon":
+        others = jax.tree.map(lambda role: role.kind != "matrix", param_roles)
+        parts.append(optax.masked(optax.scale(config.other_learning_rate_ratio), others))
+    parts.append(optax.scale_by_learning_rate(schedule))
+    return _in_float32(optax.chain(*parts))
+
+
+def _adam(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.momentum_dtype)
+
+
+def _lion(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+    return optax.scale_by_lion(config.b1, config.b2, mu_dtype=config.momentum_dtype)
+
+
+def _sgd(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+    if config.momentum == 0:
+        return optax.identity()
+    return optax.trace(config.momentum, nesterov=True, accumulator_dtype=config.momentum_dtype)
+
+
+def _adafactor(_: OptimizerConfig, param_roles: optax.Params) -> optax.GradientTransformation:
+    """`optax.adafactor` without momentum, with the RMS of each layer instead of each stack.
+
+    It differs in weight decay too: optax subtracts it unscaled by the learning rate. Dims of at
+    least 128 are factored, the two largest of a leaf; a stack of fewer layers is never one.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        _per_layer(optax.clip_by_block_rms(1.0), param_roles),
+        _per_layer(optax.scale_by_param_block_rms(), param_roles),
+    )
+
+
+def _muon(config: OptimizerConfig, param_roles: optax.Params) -> optax.GradientTransformation:
+    """Muon for matrices, Adam for the rest, from the parts of `optax.contrib.muon`.
+
+    That function itself gives its Adam Nesterov momentum and no decay mask. Each layer's matrix
+    is orthogonalised by itself (singular values about 0.7 to 1.2 after five Newton-Schulz steps)
+    and scaled by sqrt(max(1, outputs / inputs)), Keller Jordan's convention
+    (https://kellerjordan.github.io/posts/muon), or, with `muon_update_rms` = r, by
+    r * sqrt(max(outputs, inputs)), so that an element's RMS is about r as AdamW's is
+    (https://arxiv.org/abs/2502.16982). Sharded matrices are left to GSPMD.
+    """
+
+    def dimensions(role: Role) -> contrib.MuonDimensionNumbers | optax.MaskedNode:
+        if role.kind == "matrix":
+            return contrib.MuonDimensionNumbers(role.reduction, role.output)
+        return optax.MaskedNode()  # what `partition` puts in Adam's places
+
+    def scale(role: Role, update: jax.Array) -> jax.Array:
+        if role.kind != "matrix":
+            return update
+        inputs = math.prod(update.shape[axis] for axis in role.reduction)
+        outputs = math.prod(update.shape[axis] for axis in role.output)
+        rms = config.muon_update_rms
+        square = rms**2 * max(inputs, outputs) if rms else max(1, outputs / inputs)
+        return update * math.sqrt(square)
+
+    orthogonal = contrib.scale_by_muon(
+        beta=config.momentum,
+        eps=config.eps,
+        mu_dtype=config.momentum_dtype,
+        weight_dimension_numbers=jax.tree.map(dimensions, param_roles),
+    )
+    labels = jax.tree.map(lambda role: "muon" if role.kind == "matrix" else "adam", param_roles)
+    return optax.chain(
+        optax.partition({"muon": orthogonal, "adam": _adam(config, param_roles)}, labels),
+        optax.stateless(lambda updates, _: jax.tree.map(scale, param_roles, updates)),
+    )
+
+
+def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTransformation:
+    """Returns weight decay, then a factor of the learning rate, each as a parameter's group has it."""
+    paths = trees.flatten_names(mask)
+    if found := group_faults(config, paths):
+        raise ConfigError(found)
+    group = _groups_of(config, paths)
+
+    def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
+        number = group.get(trees.join(path))
+        rate, decay = (1.0, None) if number is None else config.groups[number][1:]
+        decay = config.weight_decay * decays if decay is None else decay
+        return rate * (update + decay * param)
+
+    return optax.stateless(
+        lambda updates, params: jax.tree_util.tree_map_with_path(leaf, updates, params, mask)
+    )
+
+
+def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
+    """Returns the groups that have none of the trained parameters with these paths."""
+    found = _groups_of(config, paths).values()
+    return [
+        f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
+        f"{', '.join(list(paths)[:8])}"
+        for number, (pattern, *_) in enumerate(config.groups) if number not in found
+    ]  # fmt: skip
+
+
+def _groups_of(config: OptimizerConfig, paths: Collection[str]) -> dict[str, int]:
+    """Returns path -> number of its group, for parameters that are in one: the first that finds them."""
+    rules = list(enumerate(config.groups))
+    matches = {path: [n for n, (pattern, *_) in rules if re.search(pattern, path)] for path in paths}
+    return {path: numbers[0] for path, numbers in matches.items() if numbers}
+
+
+_Direction = Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]
+_DIRECTIONS: dict[str, _Direction] = {
+    "adamw": _adam,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+    "muon": _muon,
+}
+
+
+def _per_layer(
+    transform: optax.GradientTransformation, param_roles: optax.Params
+) -> optax.GradientTransformation:
+    """Returns a leaf-wise, stateless transform that sees each layer of a stack by itself."""
+
+    def one(update: jax.Array, param: jax.Array) -> jax.Array:
+        return transform.update(update, optax.EmptyState(), param)[0]
+
+    def leaf(role: Role, update: jax.Array, param: jax.Array) -> jax.Array:
+        function = one
+        for _ in range(update.ndim - role.dims):
+            function = jax.vmap(function)
+        return function(update, param)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(leaf, param_roles, updates, params))
+
+
+def _in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `transform` fed with float32 gradients and parameters."""
+
+    def cast(tree: optax.Params) -> optax.Params:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return transform.init(cast(params))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return transform.update(cast(updates), state, cast(params))
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,94 @@
+"""What a parameter is to an optimizer, read from its logical names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import optax
+
+from jaxdist.optim.config import OptimizerConfig
+
+Names = Sequence[str | None]
+
+
+_STACK_NAMES = frozenset({"experts", "layers"})  # leading: that many separate parameters
+
+
+_HEAD_NAMES = frozenset({"heads", "kv_heads"})  # joined with a following head_dim to one dim
+
+
+_TABLE_NAMES = frozenset({"vocab", "positions"})
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a parameter is to an optimizer; axes are negative, so that any stack dims fit."""
+
+    kind: Literal["matrix", "embedding", "head", "vector"]
+    dims: int  # trailing dims that form one parameter; the dims before them are stack dims
+    reduction: tuple[int, ...] = ()  # matrix: axes that are summed over, the inputs
+    output: tuple[int, ...] = ()  # matrix: the other axes
+
+
+def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> Role:
+    """Returns the role of one parameter.
+
+    Names decide. Leading dims without a name, and `experts`, count separate parameters; heads and
+    head_dim count as one dim. With fewer than two dims left it is a vector (norm scale, bias);
+    vocab or positions make an embedding, or a head if vocab comes last; anything else is a
+    matrix from all dims but the last to the last (kernels are stored inputs first). Without
+    names, a parameter under `blocks`, if that is no list, has one stack dim, a path with "embed" is
+    an embedding, and the last two dims are the matrix.
+
+    Args:
+      path: keys from the root of the parameters.
+      shape: with stack dims.
+      names: of the trailing dims; None or empty if unknown.
+    """
+    if names:
+        if len(names) > len(shape):
+            given = f"{'/'.join(path)}: logical names {tuple(names)} for shape {tuple(shape)}"
+            raise ValueError(f"{given}; give at most one name per dim.")
+        return _role_from_names(tuple(names))
+    stacked = bool(path) and path[0] == "blocks" and not any(key.isdigit() for key in path)
+    rank = len(shape) - stacked
+    if rank < 2:
+        return Role("vector", max(rank, 0))
+    if any("embed" in key.lower() for key in path):
+        return Role("embedding", rank)
+    return Role("matrix", 2, (-2,), (-1,))
+
+
+def _role_from_names(names: tuple[str | None, ...]) -> Role:
+    leading = 0
+    while leading < len(names) and names[leading] in _STACK_NAMES:
+        leading += 1
+    dims = len(names) - leading
+    groups: list[list[int]] = []
+    for axis in range(-dims, 0):
+        if groups and names[axis] == "head_dim" and names[axis - 1] in _HEAD_NAMES:
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    if len(groups) < 2:
+        return Role("vector", dims)
+    if _TABLE_NAMES & set(names):
+        return Role("head" if names[-1] == "vocab" else "embedding", dims)
+    reduction = tuple(axis for group in groups[:-1] for axis in group)
+    return Role("matrix", dims, reduction, tuple(groups[-1]))
+
+
+def roles(abstract_params: optax.Params, logical_names: optax.Params) -> optax.Params:
+    """Returns the tree of `Role`s. `logical_names` has a tuple (or None) for each parameter."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, names: role_of([str(key.key) for key in path], leaf.shape, names),
+        abstract_params,
+        logical_names,
+    )
+
+
+def decay_mask(config: OptimizerConfig, param_roles: optax.Params) -> optax.Params:
+    """Returns a tree of bools: True for matrices, the head and, if configured, embeddings."""
+    kinds = {"matrix", "head"} | ({"embedding"} if config.decay_embeddings else set())
+    return jax.tree.map(lambda role: role.kind in kinds, param_roles)

@@ -1,0 +1,177 @@
+"""From logical names to shardings: one rule table, for parameters and for activations.
+
+A model names its dims; `Rules` turns names into PartitionSpecs for a mesh of given sizes. Four
+uses of a parameter have a spec each: stored, computed with (fsdp gathered), its gradient, its
+optimizer state; `mesh.zero` says which of them the fsdp axis shards (ZeRO, arXiv:1910.02054).
+While a step is traced inside `activate(mesh, rules)`, `shard` constrains activations by name.
+Outside it does nothing, so a model stays single-device code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.parallel.mesh import BATCH_AXES, MeshConfig, MeshShape
+from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rule table for one mesh; all methods take logical names of the trailing dims."""
+
+    shape: MeshShape
+    zero: int = 3
+    sequence_parallel: bool = False
+    vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
+
+    def inside_stage(self) -> Rules:
+        """Returns the rules inside a pipeline stage, where every array is the stage's part."""
+        sizes = dict(self.shape.sizes) | {"pipeline": 1}
+        return dataclasses.replace(self, shape=MeshShape(sizes, self.shape.dcn))
+
+    def stored(self, names: Names, dims: Sequence[int]) -> P:
+        """Returns the spec of a parameter at rest."""
+        return self._parameter(names, dims, fsdp=self.zero >= 3)
+
+    def computed(self, names: Names, dims: Sequence[int]) -> P:
+        """Returns the spec of a parameter in use: fsdp gathered, tensor still split."""
+        return self._parameter(names, dims, fsdp=False)
+
+    def gradient(self, names: Names, dims: Sequence[int]) -> P:
+        """Returns the spec of a parameter's gradient."""
+        return self._parameter(names, dims, fsdp=self.zero >= 2)
+
+    def state(self, names: Names, dims: Sequence[int]) -> P:
+        """Returns the spec of a parameter's optimizer state and moving average."""
+        return self._parameter(names, dims, fsdp=self.zero >= 1)
+
+    def activation(self, names: Names, dims: Sequence[int]) -> P:
+        """Returns the spec of an activation; axes that don't divide a dim are left out."""
+        axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
+        axes |= {"batch": BATCH_AXES, "sequence": ("context",)}
+        # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
+        axes |= {"batch_of_group": ("data", "expert"), "width": ("fsdp",)}
+        axes["residual"] = ("context", "tensor") if self.sequence_parallel else ("context",)
+        return P(*(self._fitting(axes.get(n, ()), d) for n, d in zip(names, dims, strict=True)))
+
+    def _fitting(self, axes: Sequence[str], dim: int) -> tuple[str, ...] | str | None:
+        used = [axis for axis in axes if self.shape.sizes[axis] > 1]
+        while used and dim % math.prod(self.shape.sizes[axis] for axis in used):
+            used.pop()
+        return (tuple(used) if len(used) > 1 else used[0]) if used else None
+
+    def _parameter(self, names: Names, dims: Sequence[int], *, fsdp: bool) -> P:
+        names = _padded(names, dims)
+        spec: list[Any] = [self._tensor_axis(n, d) for n, d in zip(names, dims, strict=True)]
+        if fsdp and self.shape.sizes["fsdp"] > 1:
+            where = self._fsdp_dim(names, dims, spec)
+            if where is not None:
+                spec[where] = "fsdp"
+        return P(*spec)
+
+    def _tensor_axis(self, name: str | None, dim: int) -> str | tuple[str, ...] | None:
+        """Returns the axes that split a dim, all of them or none."""
+        axes = tuple(axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1)
+        if not axes or dim % math.prod(self.shape.sizes[axis] for axis in axes):
+            return None
+        return axes if len(axes) > 1 else axes[0]
+
+    def _axes_of(self, name: str | None) -> tuple[str, ...]:
+        if name == "stages":
+            return ("pipeline",)
+        axis = PARAMETER_AXES.get(name or "")
+        if name == "vocab" and self.vocab_over_stages:
+            return ("pipeline", "tensor")
+        return (axis,) if axis else ()
+
+    def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
+        """Returns the dim that fsdp shards: d_model, or else the largest that divides."""
+        own = _own_dims(names, dims)
+        if len(own) < 2:  # a vector: gathering it costs more than keeping it
+            return None
+        if FSDP_NAME in names:
+            where = names.index(FSDP_NAME)
+            return where if dims[where] % self.shape.sizes["fsdp"] == 0 else None
+        free = [i for i in own if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0]
+        return max(free, key=lambda i: dims[i], default=None)
+
+    def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
+        """Returns why this parameter can't be laid out, naming the dim, axis and legal sizes."""
+        names = _padded(names, dims)
+        found = []
+        for name, dim in zip(names, dims, strict=True):
+            axes = [axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1]
+            size = math.prod(self.shape.sizes[axis] for axis in axes)
+            if dim % size and not (name == "kv_heads" and size % dim == 0):
+                found.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
+        fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
+        if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
+            found.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
+        return found
+
+    def why(self, names: Names, dims: Sequence[int]) -> str:
+        """Returns why a parameter is not split further ("" if it is split by all it can)."""
+        sizes, named = self.shape.sizes, any(names)
+        names = _padded(names, dims)
+        reasons = []
+        if sizes["fsdp"] * sizes["tensor"] > 1 and len(_own_dims(names, dims)) > 1 and not named:
+            reasons.append("no names: fsdp takes the largest dim that divides, tensor none")
+        for name, dim in zip(names, dims, strict=True):
+            if name == "kv_heads" and sizes["tensor"] > 1 and dim % sizes["tensor"]:
+                reasons.append(f"{dim} kv heads < tensor {sizes['tensor']}: copied")
+        if sizes["fsdp"] > 1:
+            if len(_own_dims(names, dims)) < 2:
+                reasons.append("a vector: gathering costs more than keeping")
+            elif self.zero < 3:
+                reasons.append(f"zero {self.zero} keeps parameters whole")
+            elif "fsdp" not in self.stored(names, dims):
+                reasons.append(f"no dim divides by fsdp {sizes['fsdp']}")
+        if sizes["data"] > 1:
+            reasons.append(f"data {sizes['data']} replicates")
+        return "; ".join(reasons)
+
+
+def _padded(names: Names, dims: Sequence[int]) -> Names:
+    """Returns names for all dims: missing leading ones are stack dims, none at all are unknown."""
+    if not names:
+        return (None,) * len(dims)
+    if len(names) > len(dims):
+        raise ValueError(f"{len(names)} logical names {names} for {len(dims)} dims {tuple(dims)}")
+    return ("",) * (len(dims) - len(names)) + tuple(names)
+
+
+def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
+    """Returns the dims but stack dims; head_dim counts with its heads (their bias is a vector)."""
+    return [i for i in range(len(dims)) if names[i] not in (*STACKS, "head_dim")]
+
+
+def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
+    lower, upper = dim // size * size, -(-dim // size) * size
+    legal = f"{lower} or {upper}" if lower else f"{upper}"
+    divisors = [n for n in range(1, size + 1) if dim % n == 0]
+    return (
+        f"{path}: dim {name}={dim} is not divisible by mesh.{axis}={size}; "
+        f"nearest legal {name}: {legal}; or set mesh.{axis} to {divisors[-1]}"
+    )
+
+
+def build_rules(config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool = True) -> Rules:
+    """Returns the rule table for a resolved mesh."""
+    return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages)
+
+
+# --- while a step is traced -----------------------------------------------------------------------
+
+
+# --- the explain table ----------------------------------------------------------------------------
+
+
+def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -1,0 +1,32 @@
+"""What training carries from step to step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from jaxdist.protocols.model_spec import Tree
+
+
+class State(NamedTuple):
+    """The state after `step` updates. Random keys are not stored: they fold from seed and step."""
+
+    step: jax.Array  # int32
+    trainable: Tree
+    frozen: Tree  # parameters that are not trained
+    model_state: Tree  # what the model keeps beside parameters: running statistics, counters
+    opt_state: Tree
+    ema: Tree  # None without a moving average
+
+
+Metrics = dict[str, jax.Array]
+
+
+class OptState(NamedTuple):
+    """The optimizer's state, and where the run stands in its schedule."""
+
+    optimizer: Tree
+    skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
+    clock: jax.Array  # float32, position in the schedule; equals the step at pace 1
+    pace: jax.Array  # float32, clock per step; above 1 when the run must end by a time
