@@ -31,7 +31,8 @@ import numpy as np
 import step
 from handwritten import SHAPES, Options, Shape, make_batch
 
-from jaxdist import loop, machine, recipe
+from jaxdist import loop, recipe
+from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.metrics import MetricsWriter
 
@@ -51,7 +52,7 @@ class Stamp(NamedTuple):
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
-    machine.skip_absent_tpu(os.environ)
+    initialize.skip_absent_tpu(os.environ)
     shape = PICO if flags.shape == "pico" else SHAPES[flags.shape]
     options = Options(dtype=flags.dtype, loss_chunk=0)
     with tempfile.TemporaryDirectory() as folder:

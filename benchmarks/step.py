@@ -29,7 +29,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import machine, recipe
+from jaxdist import recipe
+from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import build_mesh
@@ -63,8 +64,8 @@ def main() -> None:
     os.environ.update(platform_flags.flag_environment(platform_flags.detect_platform(os.environ), os.environ))
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    machine.skip_absent_tpu(os.environ)
-    say = print if machine.join_processes() is None or jax.process_index() == 0 else _silent
+    initialize.skip_absent_tpu(os.environ)
+    say = print if initialize.join_processes() is None or jax.process_index() == 0 else _silent
     shape, options = read_shape(flags), read_options(flags)
     sides = build_sides(shape, options, flags)
     say(f"{flags.shape}: {handwritten.count_parameters(shape):,} parameters, {shape}")

@@ -16,7 +16,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.models import registry
 from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
-from jaxdist.resilience.progress import default_workdir
+from jaxdist.resilience.run_progress import default_workdir
 
 
 def parse(

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jaxdist import command_line, interop, recipe, workdir
 from jaxdist import config as configs
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft

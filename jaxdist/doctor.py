@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import command_line, machine
+from jaxdist import command_line
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import DataConfig
+from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import count_slices
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError([f"{item}: no such flag; --help lists them" for item in unknown])
-    machine.skip_absent_tpu(os.environ)
+    initialize.skip_absent_tpu(os.environ)
     report = examine(os.environ)
     print(json.dumps(report, indent=1) if flags.json else as_text(report))
     return 0
@@ -58,7 +59,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "count": len(devices),
             "slices": count_slices(devices) if devices else 0,
             "processes": jax.process_count() if devices else 0,
-            "launcher": machine.detect_launcher(environ) or "none: one process",
+            "launcher": initialize.detect_launcher(environ) or "none: one process",
             "trouble": trouble,
         },
         "versions": known | {"faults": version_faults(known)},
@@ -90,7 +91,7 @@ def _disk(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     folders = {
         "runs": Path("runs").absolute(),
         "tokenised data": DataConfig().cache_folder(),
-        "compiled programs": machine.compile_cache_folder(environ) or (chosen and Path(chosen)),
+        "compiled programs": initialize.compile_cache_folder(environ) or (chosen and Path(chosen)),
     }
     report: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():

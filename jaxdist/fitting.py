@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxdist import config as configs
 from jaxdist import loop, recipe
-from jaxdist.checkpoint.layout import LayoutError
+from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data.given import Batches, open_given
 from jaxdist.decoding import Generation, SamplingConfig, build_generator

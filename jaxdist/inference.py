@@ -21,13 +21,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist import config as configs
-from jaxdist import evaluation, machine, recipe, workdir
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist import evaluation, recipe, workdir
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
+from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
@@ -417,7 +418,7 @@ def opened(flags: argparse.Namespace) -> TrainedRun | None:
     sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(",")) if flags.mesh else None
     axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in (sizes or {}).items()}
     mesh = None if sizes is None else configs.from_config_dict(MeshConfig, axes)
-    _log(machine.prepare())
+    _log(initialize.prepare())
     try:
         return load_run(flags.workdir, step=flags.step, mesh=mesh, log=_log)
     except CheckpointError as error:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from jaxdist import config
 from jaxdist.config import ConfigError
+from jaxdist.distributed.cluster import find_agents
+from jaxdist.distributed.local_devices import device_environment
 from jaxdist.resilience import EXIT_PEER_LOST
-from jaxdist.resilience.node import device_environment
-from jaxdist.resilience.scheduler import find_agents
 from jaxdist.resilience.supervisor import Options, Supervisor
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]

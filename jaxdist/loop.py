@@ -14,16 +14,17 @@ import jax
 import numpy as np
 
 from jaxdist import config as configs
-from jaxdist import keepsakes, machine, recipe, resume, stages, workdir
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist import keepsakes, recipe, resume, stages, workdir
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import extras
 from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.decoding import Generate, build_generator
+from jaxdist.distributed import consistency, coordination, straggler
 from jaxdist.evaluation import evaluate
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.recipe import RunConfig
-from jaxdist.resilience import elastic, peers, preemption
+from jaxdist.resilience import elastic, preemption
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
@@ -80,18 +81,18 @@ def carry_out(
         watch = watch or lock.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
         flat = configs.flatten(configs.to_config_dict(config))
-        peers.agree(lambda: flat | peers.code(spec.model_class))
-        with machine.agreed_by_all():
+        consistency.agree(lambda: flat | consistency.code(spec.model_class))
+        with coordination.agreed_by_all():
             if lead:
                 lock.enter_context(workdir.held(folder))
                 workdir.settle_config(folder, asked)
             store = workdir.open_checkpoints(folder, config)
-        peers.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
+        consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
         dataset = given.dataset if given else open_dataset(
             config.data, sequence_length=config.batch.sequence_length,
             vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=watch.lively(say),
         )  # fmt: skip
-        peers.agree(lambda: {"data": dataset.fingerprint})
+        consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         if lead:
@@ -168,7 +169,7 @@ class Session:
         self.config, self.folder, self.built = config, folder, built
         self.dataset, self.store, self.writer, self.display = dataset, store, writer, display
         self.speed, self.progress, self.generate, self.watch = speed, progress, generate, watch
-        self.pace = peers.Pace(writer.event)
+        self.pace = straggler.Pace(writer.event)
         self.monitor = Monitor(
             config.health, nonfinite_limit=config.optimizer.nonfinite_limit, samples=self._samples,
             event=writer.event, note=display.note,
@@ -275,7 +276,7 @@ class Session:
         self.window = Window(time.monotonic(), step, self.progress.tokens_seen)
         self.window.device_wait_s = self.monitor.waited_s
         self.monitor.rewound(step)
-        self.pace = peers.Pace(self.writer.event)
+        self.pace = straggler.Pace(self.writer.event)
         left_out = self.dataset.windows[-1]
         self.writer.event("restore", step, diverged_at=fault.last, reason=str(fault), left_out=left_out)
         self.display.note(f"{fault}: back to step {step}, batches {left_out} are left out")
@@ -431,7 +432,7 @@ class Session:
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
-        return machine.agreed(self._elapsed_s() >= 60 * minutes)
+        return coordination.agreed(self._elapsed_s() >= 60 * minutes)
 
     def _hurried(self, state: State, number: int) -> State:
         """Returns the state with its schedule's pace set so that it ends with the time."""
@@ -441,7 +442,7 @@ class Session:
         clock, pace = (float(x) for x in (state.opt_state.clock, state.opt_state.pace))
         per_step = self._elapsed_s() / number
         steps_left = max((60 * train.max_minutes - self._elapsed_s()) / per_step, 1.0)
-        wanted = machine.agreed(max((train.steps - clock) / steps_left, 1.0))
+        wanted = coordination.agreed(max((train.steps - clock) / steps_left, 1.0))
         if wanted == pace:
             return state
         new = jax.device_put(np.float32(wanted), state.opt_state.pace.sharding)

@@ -22,8 +22,9 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxdist import command_line, machine, workdir
+from jaxdist import command_line, workdir
 from jaxdist.config import ConfigError
+from jaxdist.distributed import initialize
 from jaxdist.planner import search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, outline
 
@@ -83,7 +84,7 @@ def _folder(name: str) -> Path:
 
 def _target(text: str) -> targets.Target:
     if text == "here":
-        machine.skip_absent_tpu(os.environ)
+        initialize.skip_absent_tpu(os.environ)
         return targets.parse(text, jax.devices())
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     return targets.parse(text)

@@ -13,12 +13,12 @@ from jaxdist import interop, recipe
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.distributed import consistency
 from jaxdist.interop import peft
 from jaxdist.interop.families import Family
 from jaxdist.models import lora, registry
 from jaxdist.protocols.model_spec import describe, stored_dtype
 from jaxdist.recipe import RunConfig
-from jaxdist.resilience import peers
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
@@ -82,7 +82,7 @@ def begin(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog) ->
         factors = _adapter(config, tensors.family, built.views.abstract)
     except ConfigError as error:
         fault = error
-    peers.agree(lambda: {"init.from_huggingface": fault or tensors is None or tensors.sizes()})
+    consistency.agree(lambda: {"init.from_huggingface": fault or tensors is None or tensors.sizes()})
     if fault or tensors is None:
         raise fault or AssertionError("a fault is all that leaves no tensors")
     if jax.process_index() == 0:

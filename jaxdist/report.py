@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import config
-from jaxdist.checkpoint.folder import write_whole
+from jaxdist.checkpoint.files import write_whole
 from jaxdist.report_page import html, summary
 
 

@@ -14,17 +14,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist import machine, pretrained, workdir
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import store as checkpoints
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.store import CheckpointStore, Restored
+from jaxdist import pretrained, workdir
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manager as checkpoints
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore, Restored
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
+from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.recipe import Build, RunConfig
-from jaxdist.resilience import peers
 from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
@@ -77,8 +77,8 @@ def begin(
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
-        if not machine.agreed(folders.has_steps(store.folder)):
-            if machine.agreed(workdir.has_saved(folder)):
+        if not coordination.agreed(folders.has_steps(store.folder)):
+            if coordination.agreed(workdir.has_saved(folder)):
                 raise CheckpointError(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
@@ -95,11 +95,11 @@ def begin(
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
-            windows = machine.told(skipped_windows(folder, restored.metadata))
+            windows = coordination.told(skipped_windows(folder, restored.metadata))
         watch.at("compile", progress.step)
         compiled.result()
         prepared.result()
-        peers.agree(lambda: {"data left out": windows})
+        consistency.agree(lambda: {"data left out": windows})
         return state, progress, SkippingDataset(dataset, windows)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
@@ -120,12 +120,12 @@ def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
     object itself costs the host a fifth more at every step.)
     """
     lowered = built.step.lower(built.abstract_state, abstract_batch(config, built, dataset))
-    with machine.lead_first("step"):
+    with initialize.lead_first("step"):
         lowered.compile()
 
 
 def _prepare(store: CheckpointStore, built: TrainStep) -> None:
-    with machine.lead_first("save"):
+    with initialize.lead_first("save"):
         store.prepare(built.views.abstract)
 
 
@@ -170,7 +170,7 @@ def roll_back(
     before, restored = fault.first, None
     while restored is None:
         known = [step for step in store.steps() if step < before]
-        before = machine.agreed(max(known, default=-1))
+        before = coordination.agreed(max(known, default=-1))
         if before < 0:
             return None
         try:

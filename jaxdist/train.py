@@ -10,15 +10,16 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import command_line, dry_run, loop, machine
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.layout import LayoutError
+from jaxdist import command_line, dry_run, loop
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.data import SourceError
+from jaxdist.distributed import coordination, initialize
 from jaxdist.planner.plan import explain_shortage
 from jaxdist.resilience import EXIT_PREEMPTED, elastic
 from jaxdist.resilience.preemption import own_process
-from jaxdist.resilience.progress import default_workdir
+from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog
 
 __all__ = ["default_workdir", "main"]
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         with Watchdog(config.watchdog, folder) as watch:  # joining, and finding devices, may hang
             _prepare()
             here = jax.local_device_count()
-            full = machine.told(elastic.full_devices(os.environ, folder, here=here))
+            full = coordination.told(elastic.full_devices(os.environ, folder, here=here))
             loop.run(config, folder, title=flags.config, full_devices=full, watch=watch)
     except loop.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare() -> None:
-    if joined := machine.prepare():
+    if joined := initialize.prepare():
         print(joined)
 
 

@@ -18,8 +18,8 @@ import jax
 
 import jaxdist
 from jaxdist import config as configs
-from jaxdist.checkpoint.folder import CheckpointError, as_path, has_steps
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.hardware import chips

@@ -54,7 +54,7 @@ def _set_environment() -> None:
         "xla_cpu_collective_call_terminate_timeout_seconds": 60,
     }
     _add_flags(wanted)
-    # Threads to spare for collectives that wait: see jaxdist.machine.add_threads.
+    # Threads to spare for collectives that wait: see jaxdist.distributed.initialize.add_threads.
     os.environ.setdefault("NPROC", "32")
     # Compiled programs outlive the run, so a second `pytest` is faster. Read by jax at import.
     cache = Path(tempfile.gettempdir()) / f"jaxdist-test-cache-{os.getuid()}"

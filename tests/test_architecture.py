@@ -16,7 +16,7 @@ from support.paths import DATA, ROOT, SUPPORT, TESTS
 
 PACKAGE = ROOT / "jaxdist"
 
-MAX_FILE_LINES = 470  # 450 at the end
+MAX_FILE_LINES = 450
 MAX_PACKAGE_LINES = 26_200  # while modules move; 25,000 at the end
 MEDIAN_FUNCTION, P90_FUNCTION = 15, 45
 LONG_BY_NATURE: set[str] = set()  # tables and kernels, by file name, each with its reason

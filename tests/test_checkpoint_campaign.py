@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.telemetry.metrics import read_events
 from support.checkpoints import (
     DAMAGE,
@@ -36,7 +36,7 @@ SAVER = """
     import sys
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
 
     def state(step):
         return {"x": jax.random.bits(jax.random.key(step), (1 << 20,)), "step": jnp.int32(step)}
@@ -69,7 +69,7 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
         left = [name for name in names(folder) if not name.isdecimal()]
         seen.append((int(began), sorted(left)))
         for step in folders.list_steps(folder):
-            integrity.check(folder, step)
+            manifest.check(folder, step)
         target = {"x": jnp.zeros(1 << 20, jnp.uint32), "step": jnp.int32(0)}
         with CheckpointStore(folder, CheckpointConfig()) as store:
             found = store.restore(target)
@@ -89,7 +89,7 @@ WAITING = """
     from jax.experimental import multihost_utils
     from jaxdist import machine
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
 
     machine.join_processes()
     def collective(name):
@@ -136,7 +136,7 @@ def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):
     assert f"resumed after step {right}" in done.stdout
     assert [e["step"] for e in read_events(workdir) if e["event"] == "bad_checkpoint"] == [damaged]
     assert names(workdir / "quarantine") == [str(damaged), f"{damaged}.json"]
-    again, once = (integrity.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
+    again, once = (manifest.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
     assert again.fingerprints == once.fingerprints and losses(workdir) == losses(straight)
 
 
@@ -149,7 +149,7 @@ COST = """
     import json, sys, time
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
 
     state = {f"x{i}": jax.random.normal(jax.random.key(i), (1 << 26,)) for i in range(4)}
     jax.block_until_ready(state)

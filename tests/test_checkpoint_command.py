@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from jaxdist.checkpoint import __main__ as command
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import layout
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
 from support.checkpoints import a_data_file, flip, make_state, mesh_of, saved
 
 
@@ -67,7 +67,7 @@ def test_a_workdir_may_have_a_number_for_its_name(workdir, called, tmp_path):
 def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(sound, called):
     code, found = called("inspect", sound)
     assert code == 0 and (found["step"], found["metadata"]) == (2, {"data": 2})
-    arrays = layout.describe(layout.to_canonical(make_state(mesh_of(1, 1))))
+    arrays = state_dict.describe(state_dict.to_canonical(make_state(mesh_of(1, 1))))
     assert {n: (x["dtype"], tuple(x["shape"])) for n, x in found["arrays"].items()} == {
         name: (info.dtype, info.shape) for name, info in arrays.items()
     }

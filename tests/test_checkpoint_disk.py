@@ -12,11 +12,11 @@ import jax
 import pytest
 
 from jaxdist import recipe, workdir
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter, read_events, read_rows
 from support.checkpoints import (
@@ -250,7 +250,7 @@ def test_a_damaged_run_resumes_from_the_right_step_bitwise(straight, tmp_path):
     assert bad.keys() == {28, 21} and "has changed since it was sealed" in bad[28]
     assert names(workdir / "quarantine") == ["21", "21.json", "28", "28.json"]
     assert folders.list_steps(checkpoints) == [14, 21, 28]
-    again, once = (integrity.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
+    again, once = (manifest.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
     assert len(once.fingerprints) > 20 and again.fingerprints == once.fingerprints
     assert losses(workdir) == losses(straight)
 

@@ -55,7 +55,7 @@ SCRIPT = """
     from jaxdist.checkpoint import folder as folders
     from jaxdist.checkpoint.__main__ import main
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
 
     logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it looks for credentials again and again
     folder = folders.as_path("gs://bucket/runs/one")

@@ -14,13 +14,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import fingerprint, integrity
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import store as stores
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import fingerprint
+from jaxdist.checkpoint import manager as stores
+from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
-from jaxdist.checkpoint.store import CheckpointStore
 from support.checkpoints import (
     DAMAGE,
     a_data_file,

@@ -9,7 +9,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdist.checkpoint import layout
+from jaxdist.checkpoint import state_dict
 from jaxdist.step.state import State
 
 PARAMS = {
@@ -42,14 +42,14 @@ def make_state(tx: optax.GradientTransformation, params: Any = PARAMS, **parts: 
 
 
 def opt_names(name: str) -> list[str]:
-    names = layout.to_canonical(make_state(OPTIMIZERS[name]))
+    names = state_dict.to_canonical(make_state(OPTIMIZERS[name]))
     prefix = "opt_state/"
     return [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
 
 
 # Golden: changing one of these names makes existing checkpoints unreadable (raise folder.FORMAT).
 def test_names_of_adamw_are_stable():
-    assert list(layout.to_canonical(make_state(OPTIMIZERS["adamw"]))) == [
+    assert list(state_dict.to_canonical(make_state(OPTIMIZERS["adamw"]))) == [
         "step",
         "trainable/blocks/mlp/w",
         "trainable/blocks/norm/scale",
@@ -81,7 +81,7 @@ def test_names_of_muon_are_stable():
 
 
 def test_a_collision_renames_whole_subtrees():
-    first = ["count", *(f"{m}/{p}" for m in ("mu", "nu") for p in layout.to_canonical(PARAMS))]
+    first = ["count", *(f"{m}/{p}" for m in ("mu", "nu") for p in state_dict.to_canonical(PARAMS))]
     second = [n.replace("/", "~2/", 1) if "/" in n else f"{n}~2" for n in first]
     assert opt_names("two adams") == first + second
 
@@ -103,10 +103,10 @@ def test_round_trip_through_names(optimizer):
     state = make_state(OPTIMIZERS[optimizer], ema=PARAMS, model_state={"bn": {"mean": jnp.ones(2)}})
     leaves, structure = jax.tree.flatten(state)
     numbered = structure.unflatten([np.full(x.shape, i, x.dtype) for i, x in enumerate(leaves)])
-    names = layout.to_canonical(numbered)
+    names = state_dict.to_canonical(numbered)
     assert len(names) == len(leaves)
     assert not [n for n in names if "inner_state" in n or "State" in n]
-    back = layout.from_canonical(dict(sorted(names.items())), jax.eval_shape(lambda: state))
+    back = state_dict.from_canonical(dict(sorted(names.items())), jax.eval_shape(lambda: state))
     assert jax.tree.structure(back) == structure
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(numbered), strict=True):
         assert got is want
@@ -115,22 +115,22 @@ def test_round_trip_through_names(optimizer):
 @pytest.mark.parametrize("absent", [None, {}])
 def test_absent_parts_have_no_names_and_come_back_as_they_were(absent):
     state = make_state(OPTIMIZERS["sgd"], ema=absent)
-    names = layout.to_canonical(state)
+    names = state_dict.to_canonical(state)
     assert not [n for n in names if n.startswith(("ema", "frozen", "model_state", "opt_state"))]
-    assert layout.from_canonical(names, state).ema == absent
-    with_ema = layout.to_canonical(make_state(OPTIMIZERS["sgd"], ema=PARAMS))
-    assert set(with_ema) - set(names) == {f"ema/{n}" for n in layout.to_canonical(PARAMS)}
+    assert state_dict.from_canonical(names, state).ema == absent
+    with_ema = state_dict.to_canonical(make_state(OPTIMIZERS["sgd"], ema=PARAMS))
+    assert set(with_ema) - set(names) == {f"ema/{n}" for n in state_dict.to_canonical(PARAMS)}
 
 
 def test_everything_that_does_not_fit_is_listed_at_once():
     state = make_state(OPTIMIZERS["sgd"])
-    arrays = layout.to_canonical(state)
+    arrays = state_dict.to_canonical(state)
     del arrays["trainable/embed/w"]
     arrays["ema/embed/w"] = jnp.ones((8, 4))
     arrays["trainable/blocks/mlp/w"] = jnp.ones((3, 4, 4))
     arrays["step"] = jnp.float32(3)
-    with pytest.raises(layout.LayoutError) as caught:
-        layout.from_canonical(arrays, state)
+    with pytest.raises(state_dict.LayoutError) as caught:
+        state_dict.from_canonical(arrays, state)
     assert caught.value.faults == (
         "missing in the checkpoint: trainable/embed/w float32[8,4]",
         "unexpected in the checkpoint: ema/embed/w float32[8,4]",
@@ -142,4 +142,4 @@ def test_everything_that_does_not_fit_is_listed_at_once():
 
 def test_keys_with_the_separator_are_refused():
     with pytest.raises(ValueError, match="tree key 'a/b'"):
-        layout.to_canonical(make_state(OPTIMIZERS["sgd"], {"a/b": jnp.ones(2)}))
+        state_dict.to_canonical(make_state(OPTIMIZERS["sgd"], {"a/b": jnp.ones(2)}))

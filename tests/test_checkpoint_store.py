@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint import config as config_lib
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import layout
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manager import CheckpointStore
 from support.checkpoints import (
     abstract_on,
     assert_bitwise,
@@ -87,19 +87,19 @@ def test_state_and_metadata_are_one_unit_readable_without_a_device(tmp_path):
     states = saved(tmp_path, [1])
     info = folders.read_step(tmp_path, 1)
     assert info.metadata == {"data": 1}
-    assert info.arrays == layout.describe(layout.to_canonical(states[1]))
+    assert info.arrays == state_dict.describe(state_dict.to_canonical(states[1]))
     assert names(tmp_path) == ["1"]
 
 
 def test_imports_stay_light():
     code = """
         import sys
-        import jaxdist.checkpoint.folder, jaxdist.checkpoint.config, jaxdist.checkpoint.integrity
+        import jaxdist.checkpoint.files, jaxdist.checkpoint.config, jaxdist.checkpoint.manifest
         assert "jax" not in sys.modules, "jax"
-        import jaxdist.checkpoint.layout, jaxdist.checkpoint.store
+        import jaxdist.checkpoint.state_dict, jaxdist.checkpoint.manager
         assert "jax" in sys.modules
         assert not [name for name in sys.modules if name.startswith("orbax")], "orbax"
-        jaxdist.checkpoint.store.preload()
+        jaxdist.checkpoint.manager.preload()
         assert "orbax.checkpoint" in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, check=True)
@@ -244,7 +244,7 @@ def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
 
 
 def test_a_stuck_disk_does_not_hold_the_end_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxdist.checkpoint.store._GRACE_S", 0.05)
+    monkeypatch.setattr("jaxdist.checkpoint.manager._GRACE_S", 0.05)
     store = CheckpointStore(tmp_path, CheckpointConfig(timeout_s=1))
     gate = threading.Event()
     store._backend.finish = gate.wait
@@ -387,7 +387,7 @@ def test_another_model_is_refused_and_not_replaced_by_an_older_step(tmp_path):
     states = saved(tmp_path, [1, 2])
     abstract = abstract_on(mesh_of(1, 1), states[1])
     with CheckpointStore(tmp_path, CheckpointConfig()) as store:
-        with pytest.raises(layout.LayoutError) as caught:
+        with pytest.raises(state_dict.LayoutError) as caught:
             store.restore(abstract._replace(ema=abstract.trainable, frozen={}))
         assert store.bad_steps == {}
     assert [line.split(" in the checkpoint: ") for line in caught.value.faults] == [
@@ -411,7 +411,7 @@ KILLED = """
     import os, signal, sys
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
 
     store = CheckpointStore(sys.argv[1], CheckpointConfig())
     store.save(1, {"x": jnp.arange(8.0)}, {"data": 1})
@@ -445,9 +445,9 @@ WORKER = """
     folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.store import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointStore
     from jaxdist.checkpoint import integrity
-    from jaxdist.checkpoint.folder import CheckpointError
+    from jaxdist.checkpoint.files import CheckpointError
     from pathlib import Path
     from jax.experimental import multihost_utils
 

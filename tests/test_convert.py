@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdist import command_line, convert, generate, inference, interop, loop, train, workdir
-from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, trees
 from jaxdist.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from jaxdist import launch
-from jaxdist.resilience import progress
-from jaxdist.resilience.scheduler import find_agents
+from jaxdist.distributed.cluster import find_agents
+from jaxdist.resilience import run_progress
 from support.paths import DATA, ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -98,7 +98,7 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
     assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"
     options = launch._options(container["command"][3:] + container["args"])
     assert options.processes == 1 and options.grace_s < pod["terminationGracePeriodSeconds"]
-    assert progress.run_folder(options.command) == Path("/runs/quickstart")
+    assert run_progress.run_folder(options.command) == Path("/runs/quickstart")
     labels = {
         "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"],
         "jobset.sigs.k8s.io/replicatedjob-name": workers["name"],

@@ -14,10 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import loop, recipe, resume
-from jaxdist.checkpoint.folder import CheckpointError, list_steps
+from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.data.dataset import Dataset
+from jaxdist.distributed import consistency, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.resilience import peers, preflight
+from jaxdist.resilience import preflight
 from jaxdist.resilience.health import (
     Diverged,
     HealthConfig,
@@ -25,7 +26,7 @@ from jaxdist.resilience.health import (
     SkippingDataset,
     faults,
 )  # fmt: skip
-from jaxdist.resilience.replicas import compare_replicas
+from jaxdist.resilience.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 
 SIZE = 4  # sequences per step
@@ -293,16 +294,16 @@ def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(story, tmp_pat
 def test_who_differs_from_most_is_named():
     same = {"optimizer.learning_rate": "0.1", "source of jaxdist": "abc"}
     told = {0: same, 1: same | {"optimizer.learning_rate": "0.2"}, 2: same}
-    (text,) = peers.disagreements(told)
+    (text,) = consistency.disagreements(told)
     assert text.startswith("process 1 differs from 2 of 3 processes: optimizer.learning_rate is 0.2")
-    assert peers.disagreements({0: same, 1: same}) == []
-    source = peers.code(Touchy)
+    assert consistency.disagreements({0: same, 1: same}) == []
+    source = consistency.code(Touchy)
     assert source["source of jaxdist"] and source["version of jax"] == jax.__version__
     assert f"source of {__name__}" in source
 
 
 def test_the_slowest_is_named():
-    found = peers.slowest({0: 0.01, 1: 0.2, 2: 0.012, 3: 0.011})
+    found = straggler.slowest({0: 0.01, 1: 0.2, 2: 0.012, 3: 0.011})
     assert found == {"slowest_process": 1, "slowest_busy_s": 0.2, "median_busy_s": 0.011}
 
 

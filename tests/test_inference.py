@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist import convert, evaluate, generate, inference
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
 from jaxdist.decoding import SamplingConfig

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import launch, machine, train
-from jaxdist.checkpoint.folder import list_steps
-from jaxdist.resilience import progress, supervisor
+from jaxdist import launch, train
+from jaxdist.checkpoint.files import list_steps
+from jaxdist.distributed import initialize
+from jaxdist.resilience import run_progress, supervisor
 from support.launches import (
     STEPS,
     apart,
@@ -344,12 +345,12 @@ def test_preflight_goes_on_with_fewer_too(monkeypatch, tmp_path, capfd):
 
 
 def test_without_a_home_compiled_programs_are_not_kept(monkeypatch):
-    assert machine.compile_cache_folder({}) is not None
+    assert initialize.compile_cache_folder({}) is not None
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as for a container's user
-    assert machine.compile_cache_folder({}) is None
+    assert initialize.compile_cache_folder({}) is None
 
 
 def test_train_and_launch_agree_on_the_default_workdir():
-    assert train.default_workdir is progress.default_workdir
-    assert TINY["train.steps"] and progress.run_folder(command(Path("a"))) == Path("a")
+    assert train.default_workdir is run_progress.default_workdir
+    assert TINY["train.steps"] and run_progress.run_folder(command(Path("a"))) == Path("a")

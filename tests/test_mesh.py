@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import machine
 from jaxdist.config import ConfigError
+from jaxdist.distributed import initialize
 from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, build_mesh, resolve_mesh
 
@@ -156,7 +156,7 @@ def test_real_slices_lie_along_the_dcn_axis():
 def test_launchers_are_told_apart(environ, launcher, monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
-    line = machine.join_processes(environ)
+    line = initialize.join_processes(environ)
     assert (line or "").endswith(launcher or "") and (line is None) == (launcher is None)
     assert joined == ([] if launcher is None else [()])
 
@@ -168,5 +168,5 @@ def test_our_own_launcher_comes_first(monkeypatch):
         "JAXDIST_COORDINATOR": "localhost:1", "JAXDIST_NUM_PROCESSES": "2",
         "JAXDIST_PROCESS_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
     }  # fmt: skip
-    assert machine.join_processes(environ) == "process 1 of 2, joined through jaxdist launch"
+    assert initialize.join_processes(environ) == "process 1 of 2, joined through jaxdist launch"
     assert joined == [("localhost:1", 2, 1)]

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import config as configs
 from jaxdist import recipe
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.layout import to_canonical
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig

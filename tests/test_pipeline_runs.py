@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.folder import read_step
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.files import read_step
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.pipeline import schedules
 from support.models import FAST_COMPILE, bitwise_equal

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import recipe
-from jaxdist.checkpoint.folder import list_steps
+from jaxdist.checkpoint.files import list_steps
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
+from jaxdist.distributed.cluster import Agents, find_agents, first_host
+from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.resilience import elastic, stop_signals
-from jaxdist.resilience.node import device_environment, visible_gpus
-from jaxdist.resilience.progress import Progress, default_workdir, run_folder
-from jaxdist.resilience.scheduler import Agents, find_agents, first_host
+from jaxdist.resilience.run_progress import Progress, default_workdir, run_folder
 from jaxdist.resilience.supervisor import Options, Supervisor, culprit, words
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.folder import list_steps, read_step, step_path
+from jaxdist.checkpoint.files import list_steps, read_step, step_path
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import (
     command,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import EXIT_CONFIG
-from jaxdist.resilience import EXIT_HANG, watchdog, watcher
+from jaxdist.resilience import EXIT_HANG, watchdog, watchdog_process
 from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import command, environment
@@ -122,7 +122,9 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
     assert watch._limit_s("step") == 60 and watch._limit_s("data") == 60  # 20 median steps
     assert watch._limit_s("save") == 0 and watch._limit_s("evaluate") == 1000
     watch.at("save", 7)
-    assert watcher.Beat(*watcher._BEAT.unpack_from(watch._memory, 8)).deadline == float("inf")
+    assert watchdog_process.Beat(*watchdog_process._BEAT.unpack_from(watch._memory, 8)).deadline == float(
+        "inf"
+    )
     faults = watchdog.faults(WatchdogConfig(step_s=-1, slow_steps=0.5))
     assert len(faults) == 2 and "watchdog.step_s=-1" in faults[1]
 
@@ -130,7 +132,7 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
 # --- who is behind --------------------------------------------------------------------------------
 
 
-def beats(tmp_path, me: int, *, now: float, **others) -> dict[int, watcher.Beat]:
+def beats(tmp_path, me: int, *, now: float, **others) -> dict[int, watchdog_process.Beat]:
     """Returns whom the watcher of `me` finds guilty.
 
     Beats are (phase, step, seconds past the limit); None: it has no file.
@@ -141,14 +143,16 @@ def beats(tmp_path, me: int, *, now: float, **others) -> dict[int, watcher.Beat]
         if place is None:
             continue
         number, (phase, step, late) = int(name[1:]), place
-        beat = watcher.Beat(watcher.PHASES.index(phase), step, step - 1, 0, now - 100, now - late)
+        beat = watchdog_process.Beat(
+            watchdog_process.PHASES.index(phase), step, step - 1, 0, now - 100, now - late
+        )
         if number == me:
             mine = beat
             continue
         row = beat._asdict() | {"deadline": time.time() - late, "group": "g", "process": number}
         (tmp_path / ".beats" / str(number)).write_text(json.dumps(row))
     told = {"pid": 1, "folder": str(tmp_path), "life": 0, "memory": 0, "dump": 0, "leave": 0}
-    found = watcher.Watcher(process=me, processes=len(others), group="g", **told)
+    found = watchdog_process.Watcher(process=me, processes=len(others), group="g", **told)
     return sorted(found._guilty(mine, now))
 
 
@@ -178,10 +182,10 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path):
     assert beats(tmp_path, 0, now=now, p0=("step", 9, 9), p1=("data", 6, 9)) == [1]
     path = tmp_path / ".beats" / "1"
     path.write_text(path.read_text().replace('"g"', '"before"'))
-    watch = watcher.Watcher(
+    watch = watchdog_process.Watcher(
         pid=1, process=0, processes=2, folder=str(tmp_path), group="g", life=0, memory=0, dump=0, leave=0
     )
-    assert sorted(watch._guilty(watcher.Beat(4, 9, 8, 0, now - 20, now - 9), now)) == [0]
+    assert sorted(watch._guilty(watchdog_process.Beat(4, 9, 8, 0, now - 20, now - 9), now)) == [0]
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ def test_every_kind_of_hang_in_a_run(tmp_path, kind, process):
 
 
 SAVING = """
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
 honest_start = CheckpointStore._start
 def faulty_start(self, step, *rest):
     if guilty and step == 8 and not again:

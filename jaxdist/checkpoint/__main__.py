@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import config
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import integrity
-from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config.extras import MissingExtra
 
 Found = tuple[dict[str, Any], int]  # what --json prints, and the exit code

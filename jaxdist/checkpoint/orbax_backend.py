@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist import machine
-from jaxdist.checkpoint.folder import METADATA_ITEM, STATE_ITEM
+from jaxdist.checkpoint.files import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
+from jaxdist.distributed import coordination
 
 # Below this many bytes the replicas of an array are not split over the processes that write it:
 # each split compiles a slice for each device, at the first save, while training waits.
@@ -57,7 +57,7 @@ class _Meeting:
     _numbers = itertools.count()
 
     def __init__(self) -> None:
-        self._notes, self._me, self._size = machine.notes(), jax.process_index(), jax.process_count()
+        self._notes, self._me, self._size = coordination.notes(), jax.process_index(), jax.process_count()
         self._name, self._round = f"jaxdist/save/{next(self._numbers)}", 0
 
     @property

@@ -20,9 +20,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxdist.checkpoint import fingerprint, integrity
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint.folder import CheckpointError
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import fingerprint, manifest
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
 from jaxdist.interop import derivation
 from jaxdist.interop.families import LAYER, Family
@@ -55,10 +55,10 @@ class CheckpointWeights:
           CheckpointError: there is none.
         """
         folder, reasons = folders.as_path(folder), dict[int, str]()
-        run = integrity.identity(folder, create=False)
+        run = manifest.identity(folder, create=False)
         for number in [step] if step is not None else folders.all_steps(folder)[::-1]:
             try:
-                self.manifest = integrity.check(folder, number, run=run)
+                self.manifest = manifest.check(folder, number, run=run)
                 self.step, self._path = number, folders.step_path(folder, number)
                 arrays = folders.read_step(folder, number).arrays
                 break

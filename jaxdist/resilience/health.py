@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
-from jaxdist.resilience.replicas import Comparison, compare_replicas
+from jaxdist.resilience.replica_check import Comparison, compare_replicas
 
 SKIPPED_FILE = "skipped.json"  # of a workdir: windows of batches left out, [first, after the last]
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import jax
 
-from jaxdist import machine
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.distributed import coordination, initialize
 from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
@@ -58,7 +58,7 @@ class StopSignals:
         self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
         self._lock, self._left = threading.Lock(), threading.Event()
         self._name = f"jaxdist/stop/{next(self._numbers)}"
-        self._notes = machine.notes()
+        self._notes = coordination.notes()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -172,7 +172,7 @@ def own_process() -> Iterator[None]:
             _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        if machine.notes() is not None:
+        if coordination.notes() is not None:
             _fail(error)
         raise
 
@@ -188,8 +188,8 @@ def join() -> str | None:
       ConfigError: a scheduler was detected, but not its group.
     """
     global _owned, _script
-    said = machine.prepare() if machine.notes() is None else None
-    if machine.notes() is not None and not _owned:
+    said = initialize.prepare() if coordination.notes() is None else None
+    if coordination.notes() is not None and not _owned:
         _owned = _script = True
         _listen()
         sys.excepthook = lambda _, error, __: _fail(error)
@@ -198,9 +198,10 @@ def join() -> str | None:
 
 def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
-    if machine.notes() is None and machine.detect_launcher(environ) == machine.LAUNCH:
+    if coordination.notes() is None and initialize.detect_launcher(environ) == initialize.LAUNCH:
         raise ConfigError(
-            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {machine.LAUNCH}, but not joined to "
+            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not "
+            f"joined to "
             f"the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
         )
 
@@ -225,13 +226,18 @@ def _fail(error: BaseException) -> None:
 def _leave_if_peer_lost(error: BaseException) -> None:
     text = str(error).lower()
     own_fault = "resource_exhausted" in text  # of memory, that of NCCL too
-    if _owned and machine.notes() is not None and not own_fault and any(words in text for words in _LOST):
+    if (
+        _owned
+        and coordination.notes() is not None
+        and not own_fault
+        and any(words in text for words in _LOST)
+    ):
         print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
         _leave_group(EXIT_PEER_LOST)
 
 
 def _leave_group(code: int) -> None:
-    if machine.notes() is not None:
+    if coordination.notes() is not None:
         _leave(code)
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import machine
+from jaxdist.distributed import coordination, initialize
 from jaxdist.hardware import chips
 
 _SLOW = 0.8  # of the median: no healthy chip is so much slower than its neighbours
@@ -30,7 +30,7 @@ _WAIT_MS = 600_000
 
 def main() -> int:
     """Prints the table on process 0; returns 0."""
-    machine.prepare()
+    initialize.prepare()
     kind, platform = jax.devices()[0].device_kind, jax.devices()[0].platform
     chip = chips.chip_for(kind)
     size, num_bytes = _SIZES.get(platform, (_SIZE, _BYTES))
@@ -74,7 +74,7 @@ def _best_s(run: Callable[[], jax.Array]) -> float:
 
 def gathered(rates: Mapping[str, float]) -> dict[int, dict[str, float]]:
     """Returns {process: rates}, without a collective; on processes other than the first, their own."""
-    notes, me = machine.notes(), jax.process_index()
+    notes, me = coordination.notes(), jax.process_index()
     if notes is None:
         return {0: dict(rates)}
     notes.key_value_set(f"jaxdist/preflight/{me}", json.dumps(rates))

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
+from jaxdist.distributed.cluster import Agents
+from jaxdist.distributed.local_devices import device_environment, free_port
 from jaxdist.resilience import (
     EXIT_PEER_LOST,
     EXIT_PREEMPTED,
     elastic,
     stop_signals,
 )
-from jaxdist.resilience.gang import Gang
-from jaxdist.resilience.node import device_environment, free_port
-from jaxdist.resilience.progress import Progress, run_folder
-from jaxdist.resilience.scheduler import Agents
+from jaxdist.resilience.run_progress import Progress, run_folder
+from jaxdist.resilience.worker_group import Gang
 
 FINAL = (EXIT_NO_CHECKPOINT, EXIT_CONFIG)  # a new start would end in the same way
 _EXCUSES = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}  # exit codes of who may end, who ends for another's loss

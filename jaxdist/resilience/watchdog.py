@@ -27,8 +27,8 @@ from typing import IO, Any, TypeVar
 
 import jaxdist
 from jaxdist.config import ConfigError
-from jaxdist.resilience import EXIT_HANG, preemption, watcher
-from jaxdist.resilience.scheduler import Agents, find_agents
+from jaxdist.distributed.cluster import Agents, find_agents
+from jaxdist.resilience import EXIT_HANG, preemption, watchdog_process
 
 _STEPS = 31  # whose times make the median
 _TIDY_S = 5  # for the watcher to end
@@ -88,7 +88,7 @@ class Watchdog:
             except subprocess.TimeoutExpired:
                 self._watcher.kill()
                 self._watcher.wait()
-            faulthandler.unregister(watcher.DUMP_SIGNAL)
+            faulthandler.unregister(watchdog_process.DUMP_SIGNAL)
 
     def at(
         self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
@@ -111,10 +111,12 @@ class Watchdog:
                 self._slow_s = self._config.slow_steps * median
             self._last_step = now
         limit = (self._limit_s(phase) if limit_s is None else limit_s) or math.inf
-        beat = watcher.Beat(watcher.PHASES.index(phase), step, done, sample, now, now + limit)
+        beat = watchdog_process.Beat(
+            watchdog_process.PHASES.index(phase), step, done, sample, now, now + limit
+        )
         packed = beat.pack()
-        self._memory[watcher.BEAT_AT : watcher.BEAT_AT + len(packed)] = packed
-        if self._memory[watcher.DOOMED_AT]:
+        self._memory[watchdog_process.BEAT_AT : watchdog_process.BEAT_AT + len(packed)] = packed
+        if self._memory[watchdog_process.DOOMED_AT]:
             time.sleep(10)  # the watcher is about to end us, when it has said why
             os._exit(EXIT_HANG)
 
@@ -152,7 +154,7 @@ class Watchdog:
         memory.truncate(mmap.PAGESIZE)
         self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
         self.at("start", -1)
-        faulthandler.register(watcher.DUMP_SIGNAL, file=dump, all_threads=True)
+        faulthandler.register(watchdog_process.DUMP_SIGNAL, file=dump, all_threads=True)
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
         told: dict[str, Any] = {
@@ -161,7 +163,8 @@ class Watchdog:
         } | _membership(os.environ)  # fmt: skip
         root = str(Path(jaxdist.__file__).parent.parent)
         self._watcher = subprocess.Popen(
-            [sys.executable, "-S", "-s", watcher.__file__, json.dumps(told)], stdin=subprocess.DEVNULL,
+            [sys.executable, "-S", "-s", watchdog_process.__file__, json.dumps(told)],
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": root},
             pass_fds=[told[name] for name in ("life", "memory", "dump", "leave")],
         )  # fmt: skip

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.step.state import State
 from support.runs import train
 
@@ -90,7 +90,7 @@ def save_and_wait(store: CheckpointStore, step: int, state: Any, **metadata: Any
 def names(folder: Path) -> list[str]:
     """Return what is in a folder of checkpoints, but for the run's identity."""
     found = sorted(path.name for path in folder.iterdir())
-    return [name for name in found if name != integrity.IDENTITY]
+    return [name for name in found if name != manifest.IDENTITY]
 
 
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import recipe, resume
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.models.transformer import Transformer
 
 RANK = int(os.environ.get("JAXDIST_PROCESS_ID", "0"))

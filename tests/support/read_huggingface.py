@@ -9,12 +9,13 @@ import tracemalloc
 
 import jax
 
-from jaxdist import interop, machine, pretrained, recipe
+from jaxdist import interop, pretrained, recipe
+from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
 
 
 def main(folder: str, mesh: str) -> None:
-    machine.prepare()
+    initialize.prepare()
     config = recipe.default_config()
     own = {"init.from_huggingface": folder, "data.source": "bin", "data.path": "none", "batch.global_size": 8}
     sizes = {f"mesh.{axis}": int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}

@@ -14,7 +14,7 @@ import pytest
 
 from jaxdist import command_line
 from jaxdist import train as train_command
-from jaxdist.checkpoint.folder import read_step, step_path
+from jaxdist.checkpoint.files import read_step, step_path
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.telemetry.metrics import read_rows
 

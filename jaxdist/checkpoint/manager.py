@@ -18,11 +18,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdist.checkpoint import fingerprint, integrity, layout
-from jaxdist.checkpoint import folder as folders
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import fingerprint, state_dict
+from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.folder import CheckpointError
-from jaxdist.checkpoint.integrity import Manifest
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.manifest import Manifest
 from jaxdist.config import extras, trees
 
 # With several processes, process 0's clock decides for all; asking it costs a collective, so the
@@ -123,7 +124,7 @@ class CheckpointStore:
 
     def prepare(self, abstract_state: Any) -> None:
         """Compile what saves and restores compute, so that the first does not wait for it."""
-        fingerprint.prepare(layout.to_canonical(abstract_state))
+        fingerprint.prepare(state_dict.to_canonical(abstract_state))
 
     def should_save(self, step: int, now: float, *, last: bool = False, stopped: bool = False) -> bool:
         """Returns whether a save is due after `step`; remembers `now` as the time of the save.
@@ -172,8 +173,8 @@ class CheckpointStore:
         """
         if self.mode != "write":
             raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
-        arrays = layout.to_canonical(state)
-        document = folders.describe(step, layout.describe(arrays), metadata)
+        arrays = state_dict.to_canonical(state)
+        document = folders.describe(step, state_dict.describe(arrays), metadata)
         started = self._clock()
         running = self._is_running()
         obstacle = self._obstacle(step, trees.tree_bytes(arrays), wait)
@@ -322,7 +323,7 @@ class CheckpointStore:
           layout.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
           CheckpointError: there is no (usable) checkpoint; `steps` says why for each one tried.
         """
-        _require_shardings(layout.to_canonical(abstract_state))
+        _require_shardings(state_dict.to_canonical(abstract_state))
         self.wait()
         candidates = self._candidates() if step is None else [step]
         if not candidates:
@@ -361,8 +362,8 @@ class CheckpointStore:
         restored = info = None
         try:
             info = folders.read_step(self.folder, step)
-            layout.check(info.arrays, abstract_state, partial=partial)
-        except layout.LayoutError:
+            state_dict.check(info.arrays, abstract_state, partial=partial)
+        except state_dict.LayoutError:
             raise  # not damage: an older step would not fit either, and must not win silently
         except (CheckpointError, OSError) as error:
             reason = _short(error)
@@ -371,8 +372,8 @@ class CheckpointStore:
         assert info is not None
         try:
             path = folders.step_path(self.folder, step)
-            arrays = self._backend.read(path, layout.to_canonical(abstract_state))
-            restored = Restored(layout.from_canonical(arrays, abstract_state), info.metadata)
+            arrays = self._backend.read(path, state_dict.to_canonical(abstract_state))
+            restored = Restored(state_dict.from_canonical(arrays, abstract_state), info.metadata)
         except Exception as error:  # Orbax and TensorStore raise many types for the same damage
             reason = _short(error)
         if reason := _agreed(reason):

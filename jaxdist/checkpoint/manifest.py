@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import folder as folders
-from jaxdist.checkpoint.folder import MANIFEST, CheckpointError
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint.files import MANIFEST, CheckpointError
 
 MANIFEST_FORMAT = 1
 IDENTITY = "identity"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxdist.config import ConfigError
+from jaxdist.distributed.cluster import LOOPBACK
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.resilience.scheduler import LOOPBACK
 
 
 def free_port() -> int:

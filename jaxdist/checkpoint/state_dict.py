@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from jaxdist.checkpoint.folder import ArrayInfo, CheckpointError
+from jaxdist.checkpoint.files import ArrayInfo, CheckpointError
 from jaxdist.config import trees
 
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite, schedule_free)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import os
 import platform as system
 import re
@@ -17,17 +15,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import cache_key, distributed  # no public doors; the same names in 0.10 to 0.12
+from jax._src import cache_key  # no public doors; the same names in 0.10 to 0.12
 from jax._src.lib import _jax
-from jax.experimental import multihost_utils
 
 from jaxdist.config import ConfigError
+from jaxdist.distributed.coordination import _FOREVER_MS, notes
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
-_numbers = itertools.count()  # the same on all processes: they ask the same in order
 LOOPBACK = "127.0.0.1"
-_FOREVER_MS = 7 * 24 * 3_600_000  # the watchdog knows what is too long
 # A frozen machine is noticed after the first; the others wait that long for the lead's last words.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 120}
 
@@ -166,14 +162,6 @@ def _is_one_machine(environ: Mapping[str, str]) -> bool:
     return environ.get("JAXDIST_COORDINATOR", "").startswith(LOOPBACK)
 
 
-def notes() -> Any:
-    """Returns the group's key-value store (jax's coordination service), or None for one process.
-
-    It needs no device. Methods: key_value_set(key, value, overwrite), key_value_dir_get(prefix).
-    """
-    return distributed.global_state.client
-
-
 def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Returns what started this process as one of several, or None."""
     if "JAXDIST_COORDINATOR" in environ:
@@ -188,34 +176,3 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
     if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
         return "a multi-host TPU"
     return None
-
-
-@contextlib.contextmanager
-def agreed_by_all() -> Iterator[None]:
-    """Lets the first process refuse for all: its ConfigError ends the others with one, too."""
-    fault: ConfigError | None = None
-    try:
-        yield
-    except ConfigError as error:
-        fault = error
-    if agreed(fault is not None):
-        fault = fault or ConfigError("refused by process 0, which says why")
-    if fault is not None:
-        raise fault
-
-
-def told(value: Any) -> Any:
-    """Returns the first process's JSON value on all of them: its files may be on no other machine."""
-    client, note = notes(), f"jaxdist/told/{next(_numbers)}"
-    if client is None:
-        return value
-    if jax.process_index() == 0:
-        client.key_value_set(note, json.dumps(value))
-    return json.loads(client.blocking_key_value_get(note, _FOREVER_MS))
-
-
-def agreed(value: Any) -> Any:
-    """Returns the first process's number on all of them: clocks differ, programs must not."""
-    if jax.process_count() == 1:
-        return value
-    return multihost_utils.broadcast_one_to_all(np.asarray(value)).item()

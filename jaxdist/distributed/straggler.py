@@ -1,0 +1,74 @@
+"""Which process holds up the others."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxdist.distributed import coordination
+from jaxdist.distributed.consistency import _numbers
+
+_ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0  # of metrics that a pace is measured over; that make an event
+
+
+_SHARE = 0.2  # of a step that a process is behind the median, to be called a straggler
+
+
+class Pace:
+    """Says at each row of metrics which process has held up the others, from their own clocks.
+
+    A process that is late waits less for its devices than those that wait for it. So its time outside
+    that wait is what counts: data, host work, an interpreter that was not running. (A slow chip does
+    not show: all devices end together.)
+    """
+
+    def __init__(self, event: Callable[..., None]) -> None:
+        self._event, self._last = event, -1  # the last that lagged
+        self._notes, self._name = coordination.notes(), f"jaxdist/pace/{next(_numbers)}"
+        self._begun = False
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ROWS)
+
+    def row(self, step: int, *, steps: int, seconds: float, waited_s: float) -> dict[str, Any]:
+        """Tells the others; returns fields for the first process's row, {} on others and for a lone one.
+
+        What the others have said may be a row old: nobody waits. One that lags makes an event.
+
+        Args:
+          step: the newest of the row.
+          steps, seconds: since the row before.
+          waited_s: seconds of them that this process waited for its devices.
+        """
+        if self._notes is None:
+            return {}
+        if not self._begun:  # the first steps of a program are no measure
+            self._begun = True
+            return {}
+        # Rows come in bursts, when a pause looks at all steps under way: some together tell more.
+        self._recent.append((steps, seconds, seconds - waited_s))
+        number, time_s, busy_s = (sum(column) for column in zip(*self._recent, strict=True))
+        me = jax.process_index()
+        try:
+            self._notes.key_value_set(f"{self._name}/{me}", json.dumps(busy_s / number), True)
+            told = self._notes.key_value_dir_get(f"{self._name}/") if me == 0 else []
+        except jax.errors.JaxRuntimeError:
+            return {}
+        if not told:
+            return {}
+        found = slowest({int(key.rpartition("/")[2]): json.loads(value) for key, value in told})
+        process, excess_s = found["slowest_process"], found["slowest_busy_s"] - found["median_busy_s"]
+        lags = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S and excess_s > _SHARE * time_s / number
+        if lags and process != self._last:
+            self._event("straggler", step, process=process, **found)
+        self._last = process if lags else -1
+        return found
+
+
+def slowest(busy_s: Mapping[int, float]) -> dict[str, Any]:
+    """Returns the process that was busy longest, its seconds per step, and the (lower) median."""
+    process = max(busy_s, key=lambda number: busy_s[number])
+    median = sorted(busy_s.values())[(len(busy_s) - 1) // 2]
+    return {"slowest_process": process, "slowest_busy_s": busy_s[process], "median_busy_s": median}
