@@ -9,10 +9,11 @@ What differs from ours (float8, torch, a pipeline without lockstep) is said besi
 import json
 import sys
 
-from jaxdist import config, recipe
+from jaxdist import config
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
+from jaxdist.trainer import run_config
 
 TITAN = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md"
 ASYNC = "pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
@@ -77,9 +78,9 @@ def _planned(layout: str, target: str, words: str, published: float, source: str
     name, _, words = words.partition(" ")
     values = config.load(name, folders=config.packaged_folders())
     pairs = dict(word.split("=", 1) for word in words.split())
-    config.apply_overrides(values, pairs, recipe.full_schema(values.model.target))
+    config.apply_overrides(values, pairs, run_config.full_schema(values.model.target))
     options = CompileOptions(memory_bytes=6 * 2**30)
-    plan = make_plan(recipe.from_config(values), targets.parse(target), options=options)
+    plan = make_plan(run_config.from_config(values), targets.parse(target), options=options)
     time, cpu = plan.time, plan.compiled and plan.compiled.cpu_seconds
     return {
         "layout": layout, "target": target, "config": name, "overrides": words, "source": source,

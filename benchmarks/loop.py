@@ -2,7 +2,7 @@
 
     python benchmarks/loop.py --rounds 5 --out benchmarks/results/loop.json
 
-`overhead`: ms a step of `jaxdist.loop.run` (data, metrics, display; log_every 10, no checkpoints)
+`overhead`: ms a step of `jaxdist.trainer.trainer.run` (data, metrics, display; log_every 10, no checkpoints)
 above the same compiled step called in a bare `for` on one resident batch. The model is tiny, so
 that next to nothing hides behind the device: an upper bound. `dispatch`: time until the call of a
 step returns: jaxdist's; a plain `jax.jit` of the same program on flat lists, so with the same leaves
@@ -31,10 +31,11 @@ import numpy as np
 import step
 from handwritten import SHAPES, Options, Shape, make_batch
 
-from jaxdist import loop, recipe
 from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer import build, trainer, validation
+from jaxdist.trainer import run_config as recipe
 
 LOG_EVERY = 10
 PICO = Shape(1, 16, 48, 2, 1, 64, 16, 8)
@@ -131,7 +132,7 @@ def in_loop(run: recipe.RunConfig, workdir: Path) -> dict[str, float]:
     """Returns seconds a step of the training loop, from row to row of its metrics."""
     stamps: list[Stamp] = []
     with stamped_rows(stamps), contextlib.redirect_stdout(io.StringIO()):
-        loop.run(run, workdir)
+        trainer.run(run, workdir)
     return per_step(stamps)
 
 
@@ -144,7 +145,7 @@ def stamped_rows(stamps: list[Stamp]) -> Iterator[None]:
             super().write(number, values)
             stamps.append(Stamp(number, time.perf_counter(), time.process_time()))
 
-    with mock.patch.object(loop, "MetricsWriter", Stamped):
+    with mock.patch.object(trainer, "MetricsWriter", Stamped):
         yield
 
 
@@ -188,8 +189,8 @@ def dispatch(shape: Shape, options: Options, count: int) -> dict[str, float]:
 def as_called(shape: Shape, options: Options, host_batch: dict) -> list[step.Side]:
     """Returns jaxdist's step as its loop calls it, and the same program jitted on flat lists."""
     run = step.run_config(shape, options)
-    _, rules, spec = recipe.validate(run, jax.devices())
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    _, rules, spec = validation.validate(run, jax.devices())
+    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     state, structure = jax.tree.flatten(built.init())
 
     def flat_step(leaves, batch):

@@ -20,13 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from points import POINTS, Point, command, find
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.planner import targets, timing
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import Plan, make_plan
-from jaxdist.recipe import RunConfig
 from jaxdist.telemetry import hlo
+from jaxdist.trainer import run_config
+from jaxdist.trainer.run_config import RunConfig
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -37,8 +37,8 @@ def run_of(point: Point) -> RunConfig:
     """Returns the run of a point."""
     config = configs.load(point.config, folders=[CONFIGS])
     texts = {name: str(value) for name, value in point.overrides.items()}
-    configs.apply_overrides(config, texts, recipe.full_schema(config.model.target))
-    return recipe.from_config(config)
+    configs.apply_overrides(config, texts, run_config.full_schema(config.model.target))
+    return run_config.from_config(config)
 
 
 def plan_of(point: Point) -> Plan:

@@ -77,7 +77,7 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
         env=_environment(),
     )
     lines = [
-        "from jaxdist.recipe import default_config\n\n",
+        "from jaxdist import default_config\n\n",
         "def get_config():\n    config = default_config()",
         done.stdout.rstrip(),
         f"    config.data.source, config.data.path = 'bin', {str(folder / 'tokens.bin')!r}",

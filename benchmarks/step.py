@@ -29,11 +29,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import recipe
 from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import build_mesh
+from jaxdist.trainer import build, validation
+from jaxdist.trainer import run_config as recipe
 
 LEARNING_RATE = 1e-3
 ROUND_S = 0.5  # a turn is as many steps as fill this time
@@ -169,8 +170,8 @@ def full_batch(shape: Shape) -> dict[str, np.ndarray]:
 
 def build_jaxdist(run: recipe.RunConfig, host_batch: dict[str, np.ndarray]) -> Side:
     """Returns jaxdist's side, at its own initial parameters."""
-    _, rules, spec = recipe.validate(run, jax.devices())
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    _, rules, spec = validation.validate(run, jax.devices())
+    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     batch = _placed(host_batch, built.batch_shardings(host_batch))
     state = built.init()
     return _compiled("jaxdist", built.step, state, (batch,))

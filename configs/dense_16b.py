@@ -6,8 +6,7 @@
 The batch is six sequences on each of 256 devices. The .bin files hold token ids as uint16.
 """
 
-from jaxdist.recipe import default_config
-from jaxdist.tiny import sized
+from jaxdist import default_config, sized
 
 
 def get_config(size=None):

@@ -6,8 +6,7 @@
 `train.bin` holds GPT-2 token ids as uint16, as nanoGPT's and llm.c's data scripts write them.
 """
 
-from jaxdist.recipe import default_config
-from jaxdist.tiny import sized
+from jaxdist import default_config, sized
 
 
 def get_config(size=None):

@@ -6,8 +6,7 @@
 The .bin files hold token ids as uint16 (32,000 tokens fit).
 """
 
-from jaxdist.recipe import default_config
-from jaxdist.tiny import sized
+from jaxdist import default_config, sized
 
 
 def get_config(size=None):

@@ -9,8 +9,7 @@ many or too far apart for fsdp alone: 4 x fsdp 32, with --config.mesh.tensor=8 o
 The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
 """
 
-from jaxdist.recipe import default_config
-from jaxdist.tiny import sized
+from jaxdist import default_config, sized
 
 
 def get_config(size=None):

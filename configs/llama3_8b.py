@@ -7,8 +7,7 @@ The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16). T
 eight large devices hold; the paper's is 512 sequences, later 1,024: `--config.batch.global_size`.
 """
 
-from jaxdist.recipe import default_config
-from jaxdist.tiny import sized
+from jaxdist import default_config, sized
 
 
 def get_config(size=None):

@@ -5,7 +5,7 @@
 About a minute on two CPU cores.
 """
 
-from jaxdist.recipe import default_config
+from jaxdist import default_config
 
 
 def get_config():

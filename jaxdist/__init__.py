@@ -5,6 +5,7 @@ is imported from its module when it is first used.
 """
 
 import importlib
+import sys
 
 __version__ = "0.1.0"
 
@@ -12,17 +13,22 @@ _EXPORTS = {
     "ConfigError": "jaxdist.config",
     "MeshConfig": "jaxdist.parallel.mesh",
     "OptimizerConfig": "jaxdist.optim.config",
-    "RunConfig": "jaxdist.recipe",
+    "RunConfig": "jaxdist.trainer.run_config",
     "build_mesh": "jaxdist.parallel.mesh",
     "build_train_step": "jaxdist.step.train_step",
-    "fit": "jaxdist.fitting",
+    "default_config": "jaxdist.trainer.run_config",
+    "fit": "jaxdist.trainer.fit",
     "join": "jaxdist.resilience.preemption",
-    "load_run": "jaxdist.inference",
-    "run": "jaxdist.loop",
+    "load_run": "jaxdist.evaluation.trained_run",
+    "run": "jaxdist.trainer.trainer",
     "shard": "jaxdist.parallel.execution",
+    "sized": "jaxdist.trainer.config_sizes",
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+# Older config files say `from jaxdist.recipe import default_config` and `from jaxdist.tiny import sized`.
+sys.modules.update(dict.fromkeys((f"{__name__}.recipe", f"{__name__}.tiny"), sys.modules[__name__]))
 
 
 def __getattr__(name: str) -> object:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist import command_line, interop, recipe, workdir
 from jaxdist import config as configs
+from jaxdist import interop
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
@@ -27,6 +27,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
 from jaxdist.step.state import State
+from jaxdist.trainer import build, cli, run_config, validation, workdir
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
 DTYPES = ("float32", "bfloat16")
@@ -68,7 +69,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
     if own.is_file() and not (target / TOKENIZER_FILE).is_file():
         fields |= interop.copy_own_tokenizer(own, target)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
-    shapes, read = lora.unadapted(recipe.model_spec(config).abstract_model, weights.shapes, weights.read)
+    shapes, read = lora.unadapted(build.model_spec(config).abstract_model, weights.shapes, weights.read)
     dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
     written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
     weights.close()
@@ -80,7 +81,7 @@ def _to_peft(flags: argparse.Namespace, target: Path) -> str:
     if not config.lora.rank:
         raise ConfigError(f"--adapters: {flags.source} was trained without adapters; leave the flag out")
     family, _ = interop.fields_of(config.model_options, interop.read_config(kept) if kept.is_dir() else {})
-    spec = recipe.model_spec(config)
+    spec = build.model_spec(config)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
     shapes, _ = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
     factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
@@ -93,7 +94,7 @@ def _to_peft(flags: argparse.Namespace, target: Path) -> str:
 def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     fields = interop.read_config(flags.source)
     family, values = interop.derive(fields)
-    config, dtype = recipe.default_config(), flags.dtype or "float32"
+    config, dtype = run_config.default_config(), flags.dtype or "float32"
     interop.copy_small_files(flags.source, target / interop.KEPT)
     tokenizer = target / interop.KEPT / TOKENIZER_FILE
     if tokenizer.is_file():
@@ -106,8 +107,8 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
         changes["data.tokenizer"] = str(flags.target.resolve() / TOKENIZER_FILE)
     with config.unlocked(), config.ignore_type():
         config.update_from_flattened_dict(changes)
-    run, here = recipe.from_config(config), jax.devices()[:1]
-    _, _, spec = recipe.validate(run, here, with_data=False)
+    run, here = run_config.from_config(config), jax.devices()[:1]
+    _, _, spec = validation.validate(run, here, with_data=False)
     where = jax.sharding.SingleDeviceSharding(here[0])
     wanted = {
         path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
@@ -143,4 +144,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import command_line
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
@@ -24,6 +23,7 @@ from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import count_slices
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
+from jaxdist.trainer import cli
 
 GIB = 2**30
 
@@ -159,4 +159,4 @@ def _text(path: str, value: object) -> str:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
-from jaxdist import command_line, inference
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
-from jaxdist.inference import HeldOut
+from jaxdist.evaluation import trained_run
+from jaxdist.evaluation.trained_run import HeldOut
+from jaxdist.trainer import cli
 
 _LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
 
@@ -26,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     _check(flags)
-    harness = extras.load("jaxdist.harness", extra="eval") if flags.tasks else None
-    run = inference.opened(flags)
+    harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
+    run = trained_run.opened(flags)
     if run is None:
         return EXIT_NO_CHECKPOINT
     lead = jax.process_index() == 0
@@ -63,7 +64,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = inference.CommandFlags("evaluate", __doc__)
+    parser = trained_run.CommandFlags("evaluate", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
         "--validation-tokens", type=int,
@@ -125,4 +126,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

@@ -6,15 +6,16 @@ import argparse
 
 import jax
 
-from jaxdist import command_line, inference
 from jaxdist.config import EXIT_NO_CHECKPOINT
-from jaxdist.decoding import SamplingConfig
+from jaxdist.evaluation import trained_run
+from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.trainer import cli
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
-    run = inference.opened(flags)
+    run = trained_run.opened(flags)
     if run is None:
         return EXIT_NO_CHECKPOINT
     found = run.generate(
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = inference.CommandFlags("generate", __doc__)
+    parser = trained_run.CommandFlags("generate", __doc__)
     add, sampling = parser.add_argument, SamplingConfig()
     add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
@@ -51,4 +52,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

@@ -22,18 +22,18 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxdist import command_line, workdir
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.planner import search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, outline
+from jaxdist.trainer import cli, workdir
 
 MOST_CHECKED = 3  # edits that --fix compiles
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = command_line.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments)
     target = _target(flags.on)
     if flags.search and target.platform == "cpu":
         raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
@@ -131,4 +131,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

@@ -10,24 +10,25 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import command_line, dry_run, loop
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
+from jaxdist.planner import dry_run
 from jaxdist.planner.plan import explain_shortage
 from jaxdist.resilience import EXIT_PREEMPTED, elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.trainer import cli, trainer
 
 __all__ = ["default_workdir", "main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, config = command_line.parse(_parser(), arguments)
+    flags, config = cli.parse(_parser(), arguments)
     if flags.dry_run:
         _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
@@ -40,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
             _prepare()
             here = jax.local_device_count()
             full = coordination.told(elastic.full_devices(os.environ, folder, here=here))
-            loop.run(config, folder, title=flags.config, full_devices=full, watch=watch)
-    except loop.Interrupted as interrupted:
+            trainer.run(config, folder, title=flags.config, full_devices=full, watch=watch)
+    except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             print(interrupted)
         return EXIT_PREEMPTED
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NO_CHECKPOINT
-    except (loop.TrainingStopped, SourceError) as error:
+    except (trainer.TrainingStopped, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except jax.errors.JaxRuntimeError as error:
@@ -76,4 +77,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     with own_process():
-        command_line.main_with_config_errors(main)
+        cli.main_with_config_errors(main)

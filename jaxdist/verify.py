@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxdist import command_line
 from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.trainer import cli
 from jaxdist.verification.comparison import summary
-from jaxdist.verification.proof import PRECISIONS, prove
+from jaxdist.verification.runner import PRECISIONS, prove
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     began = time.monotonic()
-    flags, config = command_line.parse(_parser(), arguments)
+    flags, config = cli.parse(_parser(), arguments)
     devices = _devices(flags.devices)
     precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
     report = prove(
@@ -83,4 +83,4 @@ def _emulate(count: int) -> None:
 
 
 if __name__ == "__main__":
-    command_line.main_with_config_errors(main)
+    cli.main_with_config_errors(main)

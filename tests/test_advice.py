@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.planner import advice, memory, targets
+from jaxdist.trainer import run_config, validation
 from support.paths import CONFIGS
 
 
@@ -14,8 +14,8 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
     config = configs.load(name, folders=[CONFIGS])
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
-    run, target = recipe.from_config(config), targets.parse(on)
-    _, rules, spec = recipe.validate_on(run, target.num_devices, with_data=False)
+    run, target = run_config.from_config(config), targets.parse(on)
+    _, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
     components = memory.components(run, spec, rules, target)
     found = advice.edits(run, spec, rules, target, components, capacity_bytes=capacity)
     return run, target, components, found
@@ -25,8 +25,8 @@ def typed(run, override: str):
     """Returns the run with the override as the command line parses it."""
     config = configs.to_config_dict(run)
     words = dict(word.split("=", 1) for word in override.split())
-    configs.apply_overrides(config, words, recipe.full_schema(run.model["target"]))
-    return recipe.from_config(config)
+    configs.apply_overrides(config, words, run_config.full_schema(run.model["target"]))
+    return run_config.from_config(config)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
     assert any(edit.override and edit.enough for edit in found)
     for edit in filter(lambda e: e.override, found):
         edited = typed(run, edit.override)
-        _, rules, spec = recipe.validate_on(edited, target.num_devices, with_data=False)
+        _, rules, spec = validation.validate_on(edited, target.num_devices, with_data=False)
         smaller = memory.accounted_peak(memory.components(edited, spec, rules, target))
         assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
         assert edit.enough == (smaller <= advice.SURE * 15.75 * 2**30)
@@ -49,8 +49,8 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
 
 def test_an_edit_that_changes_the_losses_says_so(large):
     run, _, _, found = large
-    changing = [e for e in found if e.override and recipe.run_fingerprint(typed(run, e.override))
-                != recipe.run_fingerprint(run)]  # fmt: skip
+    changing = [e for e in found if e.override and run_config.run_fingerprint(typed(run, e.override))
+                != run_config.run_fingerprint(run)]  # fmt: skip
     assert changing and changing == [e for e in found if "CHANGES THE LOSSES" in e.cost_note]
     same = [e for e in found if e not in changing]
     assert same and all("same losses" in edit.cost_note for edit in same)

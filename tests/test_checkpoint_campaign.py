@@ -87,11 +87,11 @@ WAITING = """
     import sys
     import jax, jax.numpy as jnp
     from jax.experimental import multihost_utils
-    from jaxdist import machine
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.distributed import initialize
 
-    machine.join_processes()
+    initialize.join_processes()
     def collective(name):
         raise AssertionError(f"a collective of Orbax: {name}")
     multihost_utils.sync_global_devices = collective

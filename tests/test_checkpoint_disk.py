@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxdist import recipe, workdir
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
@@ -19,6 +18,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter, read_events, read_rows
+from jaxdist.trainer import run_config, workdir
 from support.checkpoints import (
     a_data_file,
     assert_bitwise,
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(small_disk):
 
 
 def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(small_disk):
-    folder, run = small_disk / "run", recipe.from_config(recipe.default_config())
+    folder, run = small_disk / "run", run_config.from_config(run_config.default_config())
     full = filler(small_disk, leave=0)
     with workdir.held(folder):
         with pytest.raises(ConfigError, match=r"json cannot be written \(No space left.*free the disk"):

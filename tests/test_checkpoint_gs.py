@@ -52,7 +52,7 @@ def store_environment(tmp_path):
 SCRIPT = """
     import json, logging
     import jax.numpy as jnp
-    from jaxdist.checkpoint import folder as folders
+    from jaxdist.checkpoint import files as folders
     from jaxdist.checkpoint.__main__ import main
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointStore

@@ -446,7 +446,7 @@ WORKER = """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointStore
-    from jaxdist.checkpoint import integrity
+    from jaxdist.checkpoint import manifest
     from jaxdist.checkpoint.files import CheckpointError
     from pathlib import Path
     from jax.experimental import multihost_utils
@@ -484,7 +484,7 @@ WORKER = """
         if rank == 0:
             assert sorted(os.listdir(f"{folder}/quarantine")) == ["3", "3.json", "9", "9.json"]
             # A bit of a file that process 1 checks: both processes must pass over the step.
-            files = sorted(integrity.read_manifest(Path(folder) / "2").files)
+            files = sorted(manifest.read_manifest(Path(folder) / "2").files)
             file = Path(folder) / "2" / files[1]
             file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
         multihost_utils.sync_global_devices("damaged")

@@ -7,8 +7,10 @@ import shlex
 import jax
 import pytest
 
-from jaxdist import command_line, config, dry_run, recipe, train, workdir
+from jaxdist import config, train
 from jaxdist.config import ConfigError
+from jaxdist.planner import dry_run
+from jaxdist.trainer import cli, run_config, validation, workdir
 from support import goldens
 
 SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
@@ -25,8 +27,8 @@ PARAMETERS = {
 }
 
 
-def parse(*arguments: str) -> recipe.RunConfig:
-    return command_line.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+def parse(*arguments: str) -> run_config.RunConfig:
+    return cli.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -48,7 +50,7 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
         run = parse(*command[3:])
         assert not run.data.faults()
         devices = dry_run.missing_devices(run.mesh, {"JAX_PLATFORMS": "cpu"}) or 1
-        recipe.validate(run, jax.devices()[:devices])
+        validation.validate(run, jax.devices()[:devices])
     assert name in SMALL or any(f"{name}:tiny" in command for command in commands)
 
 
@@ -57,15 +59,15 @@ def test_a_full_size_needs_tokens_and_fits_a_pod(name):
     run = parse("--config", name)
     assert run.precision.compute == "bfloat16"
     with pytest.raises(ConfigError, match="needs data.path; it is empty. Set data.path"):
-        recipe.validate(run, jax.devices())
-    shape, _, _ = recipe.validate(run, jax.devices(), with_data=False)
+        validation.validate(run, jax.devices())
+    shape, _, _ = validation.validate(run, jax.devices(), with_data=False)
     assert len(jax.devices()) == 8 and shape.batch_shards == 8
 
 
 @pytest.mark.parametrize("name", SIZED)
 def test_tiny_is_small_and_of_the_same_family(name):
     full, tiny = parse("--config", name), parse("--config", f"{name}:tiny")
-    spec = recipe.validate(tiny, jax.devices())[2]
+    spec = validation.validate(tiny, jax.devices())[2]
     assert spec.parameter_count < 2e6 and tiny.data.source == "stdlib"
     family = "positions norm activation gated bias tie_embeddings rope_theta".split()
     assert [tiny.model[key] for key in family] == [full.model[key] for key in family]
@@ -113,7 +115,7 @@ def test_no_golden_is_left_over():
 
 
 def test_at_most_150_keys_each_with_a_meaning():
-    schema = recipe.full_schema(recipe.registry.DEFAULT_TARGET)
+    schema = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     assert 50 < len(schema) <= 150
     assert not [path for path, field in schema.items() if not field.doc]
 

@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import command_line, convert, generate, inference, interop, loop, train, workdir
+from jaxdist import convert, generate, interop, train
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, trees
-from jaxdist.decoding import SamplingConfig
+from jaxdist.evaluation import trained_run
+from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import cli, trainer, workdir
 from support.huggingface import (
     FOLDERS,
     SMOLLM,
@@ -36,7 +38,7 @@ def converted(tmp_path_factory):
 
 def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     assert {"config.json", "checkpoints", "tokenizer.json"} <= {path.name for path in converted.iterdir()}
-    run = inference.load_run(converted)
+    run = trained_run.load_run(converted)
     assert run.config.model["tie_embeddings"] and int(run.state.step) == 0
     greedy = SamplingConfig(temperature=0.0)
     (sample,), _ = run.generate(["the in", "x"], max_tokens=5, sampling=greedy)
@@ -124,7 +126,7 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
 
 
 def resolved(text, **changes):
-    return command_line.parse(train._parser(), flags(text, **changes))[1]
+    return cli.parse(train._parser(), flags(text, **changes))[1]
 
 
 def test_a_user_gives_the_path_alone(text):
@@ -152,13 +154,13 @@ PIPELINED = {"mesh__pipeline": 2, "mesh__tensor": 2, "mesh__fsdp": 2, "pipeline_
 def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(text, tmp_path, monkeypatch, layout):
     """The average begins with the weights, too; a pipeline has their layers by stage."""
     source, folder = shutil.copytree(SMOLLM, tmp_path / "source"), tmp_path / "run"
-    begun, real = [], loop.Session.train
+    begun, real = [], trainer.Session.train
 
     def noted(session, state):
         begun.append(jax.tree.map(np.array, session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(loop.Session, "train", noted)
+    monkeypatch.setattr(trainer.Session, "train", noted)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     assert train.main([*flags(text, source, **layout), "--workdir", str(folder)]) == 0
     state = begun[0]

@@ -10,11 +10,11 @@ import pytest
 from jaxdist import config as config_module
 from jaxdist.config import ConfigError
 from jaxdist.data import ByteTokenizer, DataConfig, SourceError, load_tokenizer, open_dataset
-from jaxdist.data.corpora import sources_of
 from jaxdist.data.dataset import split
-from jaxdist.data.formats import TokenFile, TokenStore, group_of
-from jaxdist.data.order import Mixture, order_key, permute
 from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
+from jaxdist.data.shuffle import Mixture, order_key, permute
+from jaxdist.data.sources import sources_of
+from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 
 LENGTH_S = 16
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
-from jaxdist.data.formats import BLOCK_TOKENS, open_bin, open_megatron
+from jaxdist.data.token_files import BLOCK_TOKENS, open_bin, open_megatron
 
 LENGTH_S = 32
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist import decoding
 from jaxdist.config import ConfigError
-from jaxdist.decoding import SamplingConfig
+from jaxdist.inference import decoding
+from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import sharding
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import evaluation
-from jaxdist.evaluation import evaluate
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel import sharding
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.protocols.model_spec import describe
+from jaxdist.step import evaluation
+from jaxdist.step.evaluation import evaluate
 from jaxdist.step.train_step import StepConfig, build_train_step
 
 ROWS, LENGTH = 11, 8

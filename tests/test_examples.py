@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import command_line, recipe, train, verify
+from jaxdist import train, verify
 from jaxdist.config import ConfigError
 from jaxdist.models import registry
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.verification import subject
-from jaxdist.verification.proof import prove
+from jaxdist.trainer import cli, run_config, validation
+from jaxdist.verification import cases
+from jaxdist.verification.runner import prove
 from support.paths import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*_module.py"))
@@ -32,12 +33,12 @@ def at_the_root(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))  # as `python -m` from there
 
 
-def run_of(name: str, **options) -> recipe.RunConfig:
+def run_of(name: str, **options) -> run_config.RunConfig:
     """Returns a small run of an example, pointed to by its path."""
-    config = recipe.default_config(f"examples/{name}.py:Model")
+    config = run_config.default_config(f"examples/{name}.py:Model")
     config.data.source, config.batch.sequence_length = DATA[name], 16
     config.model.update(options)
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
 # --- what they are --------------------------------------------------------------------------------
@@ -67,9 +68,9 @@ def test_they_train_alone(name):
 def test_the_command_at_their_head_is_a_run(name):
     head = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
     (command,) = re.findall(r"python -m jaxdist.train (.*)", head)
-    run = command_line.parse(argparse.ArgumentParser(add_help=False), command.split())[1]
+    run = cli.parse(argparse.ArgumentParser(add_help=False), command.split())[1]
     assert run.model["target"] == f"examples.{name}:Model"
-    recipe.validate(run, jax.devices())
+    validation.validate(run, jax.devices())
     own = f"--config.model.target=examples.{name}:Model"
     assert (
         f"python -m jaxdist.verify --config {command.split()[1]} {own}"
@@ -87,7 +88,7 @@ def test_a_class_is_found_by_module_and_by_path():
     by_name = registry.find_model("examples.plain_module:Model")
     assert by_name.__name__ == by_path.__name__ == "Model"
     assert sys.modules[by_path.__module__].__file__ == str(ROOT / "examples/plain_module.py")
-    assert recipe.model_defaults("examples/plain_module.py:Model")["width"] == 32
+    assert run_config.model_defaults("examples/plain_module.py:Model")["width"] == 32
 
 
 def test_a_file_finds_what_lies_beside_it(tmp_path):
@@ -164,7 +165,7 @@ PROVED = [
 @pytest.mark.parametrize(("name", "options", "only"), PROVED)
 def test_a_layout_is_proved(name, options, only):
     run = run_of(name, **options)
-    assert only in [layout.name for layout in subject.layouts_for(run, 8)]
+    assert only in [layout.name for layout in cases.layouts_for(run, 8)]
     report = prove(run, jax.devices(), precisions=("float32",), only=only)
     assert report.passed, report.layouts
     assert only in [result.layout for result in report.layouts]
@@ -210,8 +211,8 @@ def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
         names: dict = {}
         exec(compile(block, "docs/your-own-model.md", "exec"), names)
         if "get_config" in names:
-            run = recipe.from_config(names["get_config"]())
-            made.append(recipe.validate(run, jax.devices()[:1])[2])
+            run = run_config.from_config(names["get_config"]())
+            made.append(validation.validate(run, jax.devices()[:1])[2])
     ruled, frozen = made
     assert ruled.named_parameters()["hidden/kernel"][1] == ("d_model", "d_ff")
     assert set(frozen.named_frozen()) == {"first/kernel", "first/bias"}
@@ -231,5 +232,5 @@ def test_the_commands_of_the_page_are_commands():
         flags = [word for word in words[3:] if word.startswith("--config")]
         given = words[words.index("--config") + 1]
         arguments = ["--config", given, *(flag for flag in flags if flag != "--config")]
-        run = command_line.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+        run = cli.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
         assert issubclass(run.model_class, nnx.Module)

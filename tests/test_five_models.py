@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.verification import subject
-from jaxdist.verification.proof import prove
+from jaxdist.trainer import build, run_config, validation
+from jaxdist.verification import cases
+from jaxdist.verification.runner import prove
 from support.models import FAST_COMPILE
 
 OTHERS = "tests/support/third_party_models.py"
@@ -35,24 +35,24 @@ def at_the_root(monkeypatch, pytestconfig):
 
 
 @cache
-def run_of(name: str, folder: str) -> recipe.RunConfig:
+def run_of(name: str, folder: str) -> run_config.RunConfig:
     """Returns a run of one of the models, in float32."""
     target, source, options = MODELS[name]
-    config = recipe.default_config(target)
+    config = run_config.default_config(target)
     config.data.source, config.batch.global_size, config.batch.sequence_length = source, 16, 24
     if source == "text":
         config.data.path, config.data.cache_dir = OTHERS, folder
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 3e-3, 2
     config.model.update(options)
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
-def losses(run: recipe.RunConfig, num_devices: int) -> tuple[list[float], set[int]]:
+def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], set[int]]:
     """Returns the losses of some steps on real data, and how many pieces parameters lie in."""
     devices = jax.devices()[:num_devices]
     with jax.default_matmul_precision("highest"):
-        _, rules, spec = recipe.validate(run, devices)
-        built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+        _, rules, spec = validation.validate(run, devices)
+        built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
         size = run.batch.global_size
         dataset = open_dataset(run.data, sequence_length=run.batch.sequence_length, log=lambda _: None)
         where = built.batch_shardings(dataset.train_batch(0, size))
@@ -71,8 +71,8 @@ def losses(run: recipe.RunConfig, num_devices: int) -> tuple[list[float], set[in
 def test_losses_are_those_of_one_device(name, tmp_path_factory):
     assert len(jax.devices()) == 8
     run = run_of(name, str(tmp_path_factory.getbasetemp()))
-    one, whole = losses(subject.with_values(run, ONE), 1)
-    eight, split = losses(subject.with_values(run, EIGHT), 8)
+    one, whole = losses(cases.with_values(run, ONE), 1)
+    eight, split = losses(cases.with_values(run, EIGHT), 8)
     assert whole == {1} and max(split) >= 2  # some parameters lie in pieces
     assert one[4] < one[2] < one[0] and one[5] < one[3] < one[1]  # on the same batches
     np.testing.assert_allclose(eight, one, rtol=1e-5)
@@ -81,11 +81,11 @@ def test_losses_are_those_of_one_device(name, tmp_path_factory):
 def test_batch_statistics_are_refused_where_they_would_be_of_a_part(tmp_path):
     run = run_of("convolutional network", str(tmp_path))
     with pytest.raises(ConfigError, match="accumulation"):
-        recipe.validate(subject.with_values(run, {"batch.accumulation": 2}), jax.devices()[:1])
+        validation.validate(cases.with_values(run, {"batch.accumulation": 2}), jax.devices()[:1])
     with pytest.raises(ConfigError, match="pipeline"):
-        recipe.validate(subject.with_values(run, {"mesh.pipeline": 2}), jax.devices()[:2])
+        validation.validate(cases.with_values(run, {"mesh.pipeline": 2}), jax.devices()[:2])
     mixer = run_of("mixer", str(tmp_path))
-    recipe.validate(subject.with_values(mixer, {"batch.accumulation": 2}), jax.devices()[:1])
+    validation.validate(cases.with_values(mixer, {"batch.accumulation": 2}), jax.devices()[:1])
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 
 from jaxdist.hardware import chips
 from jaxdist.parallel.pipeline.schedules import bubble_fraction
-from jaxdist.planner import formulas, rules, targets
+from jaxdist.planner import formulas, rules_of_thumb, targets
 from support.goldens import rule
 
 GB, MB = 1e9, 1e6
@@ -113,10 +113,10 @@ def test_fsdp_volume():
     [(1, 1, 1), (7, 1, 1), (8, 8, 1), (13, 8, 1), (30, 8, 4), (70, 8, 4), (100, 8, 8), (500, 8, 16)],
 )
 def test_the_table_of_the_five_steps(billions, tensor, pipeline):
-    found = rules.rule_of_thumb(billions * 1e9, targets.parse("h100:384x8"), 128)
+    found = rules_of_thumb.rule_of_thumb(billions * 1e9, targets.parse("h100:384x8"), 128)
     assert (found.tensor, found.pipeline) == (tensor, pipeline)
     assert found.tensor * found.pipeline * found.data * found.fsdp == 3072
-    assert found.microbatches >= 4 * (pipeline - 1) and 128 / found.pipeline >= rules.MIN_LAYERS
+    assert found.microbatches >= 4 * (pipeline - 1) and 128 / found.pipeline >= rules_of_thumb.MIN_LAYERS
 
 
 def test_worked_layouts():
@@ -129,13 +129,13 @@ def test_worked_layouts():
 
 
 def test_tensor_stays_in_the_node_and_stages_keep_four_layers():
-    assert rules.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).tensor == 4
-    assert rules.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).pipeline == 2
+    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).tensor == 4
+    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).pipeline == 2
     assert "does not fit" in rule("405b", "h100:8x8").reasons[-1]
 
 
 def test_devices_needed():
-    found = [rules.devices_needed(n * 1e9, 80e9) for n in (7, 13, 70, 405)]
+    found = [rules_of_thumb.devices_needed(n * 1e9, 80e9) for n in (7, 13, 70, 405)]
     assert found == [2, 2, 11, 61]  # the texts: 1 to 2, 2 to 4, 8 to 16 (11 or more), 64 or more
 
 

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import loop, recipe, resume
 from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, straggler
@@ -28,6 +27,7 @@ from jaxdist.resilience.health import (
 )  # fmt: skip
 from jaxdist.resilience.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
+from jaxdist.trainer import restore, run_config, trainer
 
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss
@@ -45,8 +45,8 @@ class Touchy(Transformer):
         return found._replace(sum=jnp.where(bad, jnp.nan, found.sum))
 
 
-def config_of(**changes) -> recipe.RunConfig:
-    config = recipe.default_config(f"{__name__}:Touchy")
+def config_of(**changes) -> run_config.RunConfig:
+    config = run_config.default_config(f"{__name__}:Touchy")
     small = {
         "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2,
         "model.num_kv_heads": 2, "model.head_dim": 8, "train.steps": STEPS, "train.log_every": 1,
@@ -55,7 +55,7 @@ def config_of(**changes) -> recipe.RunConfig:
         "health.nonfinite": "rollback",
     }  # fmt: skip
     config.update_from_flattened_dict(small | {k.replace("__", "."): v for k, v in changes.items()})
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
 def losses(folder) -> dict[int, float]:
@@ -63,7 +63,7 @@ def losses(folder) -> dict[int, float]:
 
 
 def run(folder, **changes):
-    return jax.device_get(loop.run(config_of(**changes), folder, devices=jax.devices()[:1]))
+    return jax.device_get(trainer.run(config_of(**changes), folder, devices=jax.devices()[:1]))
 
 
 def equal(one, other) -> bool:
@@ -77,7 +77,7 @@ class Story:
     def __init__(self, folder):
         self.folder, self.then, self.read = folder / "run", folder / "then", []
         with pytest.MonkeyPatch.context() as patch:
-            honest, back = Dataset.train_batch, resume.roll_back
+            honest, back = Dataset.train_batch, restore.roll_back
 
             def train_batch(dataset, step, size, rows=slice(None)):
                 if threading.current_thread().name.startswith("jaxdist-train-data"):
@@ -91,7 +91,7 @@ class Story:
                 return found
 
             patch.setattr(Dataset, "train_batch", train_batch)
-            patch.setattr(resume, "roll_back", roll_back)
+            patch.setattr(restore, "roll_back", roll_back)
             self.state = run(self.folder)
 
 
@@ -134,10 +134,10 @@ def test_a_run_that_dies_and_begins_again_goes_the_same_way(story, tmp_path, die
 
 
 def test_without_leave_to_roll_back_the_run_stops(tmp_path):
-    with pytest.raises(loop.TrainingStopped, match="4 steps in a row with non-finite"):
+    with pytest.raises(trainer.TrainingStopped, match="4 steps in a row with non-finite"):
         run(tmp_path / "run", health__nonfinite="stop")
     assert [e["event"] for e in read_events(tmp_path / "run")][-1] == "stop"
-    with pytest.raises(loop.TrainingStopped, match="non-finite"):
+    with pytest.raises(trainer.TrainingStopped, match="non-finite"):
         run(tmp_path / "other", health__max_rollbacks=0)
 
 
@@ -245,23 +245,23 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(tmp_path, monk
     monkeypatch.setattr(Monitor, "compare", compare)
     changes = {"health__compare_every": 5, "train__steps": 12, "mesh__data": 2}
     config = config_of(**changes, model__target="jaxdist.models.transformer:Transformer")
-    loop.run(config, folder, devices=jax.devices()[:2])
+    trainer.run(config, folder, devices=jax.devices()[:2])
     (drift,) = [event for event in read_events(folder) if event["event"] == "drift"]
     assert drift["step"] == 10 and drift["differing"] == ["device 3 of process 0: leaf"]
     (back,) = [event for event in read_events(folder) if event["event"] == "restore"]
     assert back["step"] == 4 and back["left_out"] == [4, 4]  # 8 came after the last good comparison
     drifted.clear()
     stops = config_of(**changes, health__nonfinite="stop")
-    with pytest.raises(loop.TrainingStopped, match="device 3 .* replace the device"):
-        loop.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
+    with pytest.raises(trainer.TrainingStopped, match="device 3 .* replace the device"):
+        trainer.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
     assert read_events(tmp_path / "stopped")[-1]["reason"] == "drift"
     monkeypatch.undo()
-    loop.run(config, tmp_path / "straight", devices=jax.devices()[:2])
+    trainer.run(config, tmp_path / "straight", devices=jax.devices()[:2])
     assert losses(folder) == losses(tmp_path / "straight")
 
 
 def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
-    class Late(loop.StopSignals):
+    class Late(trainer.StopSignals):
         def reached(self):
             if self._steps == STEPS - 1:
                 signal.raise_signal(signal.SIGINT)
@@ -269,7 +269,7 @@ def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
             assert found == (self._steps == STEPS)
             return found
 
-    monkeypatch.setattr(loop, "StopSignals", Late)
+    monkeypatch.setattr(trainer, "StopSignals", Late)
     run(tmp_path, model__target="jaxdist.models.transformer:Transformer")
     assert read_events(tmp_path)[-1]["reason"] == "finished" and (tmp_path / "report.html").exists()
 
@@ -279,7 +279,7 @@ def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(story, tmp_pat
     shutil.copytree(story.then, folder)
     for step in list_steps(folder / "checkpoints"):
         (folder / "checkpoints" / str(step) / "metadata" / "metadata").unlink()
-    monkeypatch.setattr(resume, "_compile", lambda *_: release.wait(100))
+    monkeypatch.setattr(restore, "_compile", lambda *_: release.wait(100))
     try:
         with pytest.raises(CheckpointError, match="no usable checkpoint"):
             run(folder)

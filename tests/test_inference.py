@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import convert, evaluate, generate, inference
+from jaxdist import convert, evaluate, generate
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
-from jaxdist.decoding import SamplingConfig
+from jaxdist.evaluation import trained_run
+from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.scoring import windows
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
     TOP,
@@ -75,14 +76,14 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     config = tiny_config(trained[0].parent)
     eight, two = jax.devices(), jax.devices()[:2]
     config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    assert inference._fitted(config, eight, None)[0].mesh == config.mesh
-    fitted = inference._fitted(config, two, None)[0]
+    assert trained_run._fitted(config, eight, None)[0].mesh == config.mesh
+    fitted = trained_run._fitted(config, two, None)[0]
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
-    assert inference._fitted(odd, two, None)[0].mesh == MeshConfig()
+    assert trained_run._fitted(odd, two, None)[0].mesh == MeshConfig()
     with pytest.raises(ConfigError, match="mesh"):
-        inference.load_run(trained[0], mesh=MeshConfig(tensor=3))
+        trained_run.load_run(trained[0], mesh=MeshConfig(tensor=3))
 
 
 # --- how probable texts are -------------------------------------------------------------------------
@@ -180,7 +181,7 @@ FOLDERS = DATA / "huggingface"  # made by the library itself: see make.py there
 def test_published_models_score_as_their_own_library_says(family, axes, tmp_path):
     flags = ["--from", FOLDERS / family, "--to", tmp_path / "work", "--format", "jaxdist"]
     assert convert.main([str(flag) for flag in flags]) == 0
-    run = inference.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
+    run = trained_run.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
     assert run.mesh.size == 8 and ("local" in run.config.model["layer_pattern"]) == (family == "gemma3")
     tokens, logits = (np.load(FOLDERS / family / f"{name}.npy") for name in ("tokens", "logits"))
     parts = [window for row in tokens for window in windows(row[:1], row[1:], 64)]
@@ -245,7 +246,7 @@ def test_evaluate_prints_json(trained, command):
     found = json.loads(out)
     assert code == 0 and found["step"] == STEPS and found["tokens"] > 1000
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
-    strange = inference.HeldOut(1, math.nan, 2, math.inf, None, None)
+    strange = trained_run.HeldOut(1, math.nan, 2, math.inf, None, None)
     assert json.loads(evaluate._as_json(strange._asdict()))["perplexity"] is None
     assert "perplexity inf" in evaluate._as_text(strange)
 
@@ -287,5 +288,5 @@ def test_a_damaged_checkpoint_is_passed_over(trained, here, tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     lines = []
-    inference.load_run(tmp_path, log=lines.append)
+    trained_run.load_run(tmp_path, log=lines.append)
     assert "checkpoint 2 cannot be used" in lines[0]

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import interop
 from jaxdist.config import ConfigError, trees
-from jaxdist.interop.reading import INDEX, SINGLE
+from jaxdist.interop.hf_reader import INDEX, SINGLE
 from support.huggingface import FAMILIES, FOLDERS, MESH, compare, load_all, logits, opened
 
 WINDOW = 5  # of the folders' sliding layers

@@ -10,10 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from jaxdist import convert, interop, loop, pretrained, recipe  # noqa: E402
+from jaxdist import convert, interop  # noqa: E402
 from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
+from jaxdist.trainer import (  # noqa: E402
+    pretrained,
+    run_config,  # noqa: E402
+    trainer,
+)
 from support.huggingface import FOLDERS, MESH, compare, load_all  # noqa: E402
 from support.transformers_folders import LENGTH, NAMES, made, make  # noqa: E402
 
@@ -121,7 +126,7 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     model = made(name, source).eval()  # no dropout
     vocab = model.config.vocab_size
     np.random.default_rng(3).integers(0, vocab, 8000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    config = recipe.default_config()
+    config = run_config.default_config()
     config.update_from_flattened_dict(
         {
             "init.from_huggingface": str(source), "train.steps": steps, "train.log_every": 1,
@@ -132,9 +137,9 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
         }
     )  # fmt: skip
     pretrained.adopt(config)
-    run = recipe.from_config(config)
+    run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
-        loop.run(run, tmp_path / "run")
+        trainer.run(run, tmp_path / "run")
     found = [row["loss"] for row in read_rows(tmp_path / "run").train]
 
     matrices = [p for p in model.parameters() if p.ndim > 1]

@@ -20,13 +20,13 @@ import pytest
 from flax import nnx
 
 import jaxdist
-from jaxdist import loop
 from jaxdist.config import ConfigError
 from jaxdist.data.dataset import SourceError
-from jaxdist.data.given import open_given
-from jaxdist.decoding import SamplingConfig
+from jaxdist.data.user_batches import open_given
+from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.telemetry.metrics import read_events
+from jaxdist.trainer import trainer
 from support.paths import ROOT
 
 MESH = dict(fsdp=2, tensor=2)  # and data 2
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
         ("the data has changed", dict(data=lambda step: batches(step + 1), **held)),
     ]
     compiled = []
-    monkeypatch.setattr("jaxdist.resume._compile", lambda *_: compiled.append(1))
+    monkeypatch.setattr("jaxdist.trainer.restore._compile", lambda *_: compiled.append(1))
     for text, options in wrong:
         with pytest.raises(ConfigError, match=re.escape(text)):
             fit(**options)
@@ -305,7 +305,7 @@ def asked_to_leave(step: int) -> dict:
 def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
     with pytest.raises(SystemExit, match="stopped after step .*, saved; run again") as left:
         fit(asked_to_leave, folder=tmp_path / "run")
-    assert left.value.code == 75 and isinstance(left.value, loop.Interrupted)
+    assert left.value.code == 75 and isinstance(left.value, trainer.Interrupted)
     assert read_events(tmp_path / "run")[-1]["event"] == "preempted"
     assert fit(folder=tmp_path / "run").step == 8
 

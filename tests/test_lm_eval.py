@@ -10,9 +10,10 @@ pytest.importorskip("lm_eval", reason='needs pip install "jaxdist[eval]"')
 
 from lm_eval.api.instance import Instance
 
-from jaxdist import evaluate, harness
+from jaxdist import evaluate
 from jaxdist.config import ConfigError
-from jaxdist.decoding import SamplingConfig
+from jaxdist.evaluation import lm_eval
+from jaxdist.inference.decoding import SamplingConfig
 from support.inference import TOP, alone_fixture, command_fixture, here_fixture, trained_fixture  # noqa: F401  pytest finds them here
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -23,11 +24,11 @@ def requests(kind, *arguments):
 
 
 def lines():
-    return [json.loads(line) for line in (harness.SHIPPED / "python_lines.jsonl").open()]
+    return [json.loads(line) for line in (lm_eval.SHIPPED / "python_lines.jsonl").open()]
 
 
 def test_requests_are_answered_in_their_order(here):
-    model = harness.RunModel(here)
+    model = lm_eval.RunModel(here)
     pairs = [("the cat", " sat"), ("", "a dog"), ("old ", "trees past the mat" * 4), ("x", "")]
     scores = here.score(pairs)
     assert len({score.log_probability for score in scores}) == 4
@@ -45,17 +46,17 @@ def test_generation_settings_are_lm_evals(here):
         ("a dog", {**sampled, "until": []}),
         ("the mat", {"until": "\0", "max_gen_toks": 12, "do_sample": False, "temperature": 0.9}),
     ]
-    found = harness.RunModel(here).generate_until(requests("generate_until", *asked))
+    found = lm_eval.RunModel(here).generate_until(requests("generate_until", *asked))
     greedy = here.complete(["the cat", "the mat"], stops=["\0"], max_tokens=12, sampling=GREEDY)
     (drawn,) = here.complete(["a dog"], max_tokens=8, sampling=TOP)
     assert found == [greedy[0], drawn, greedy[1]]
     assert drawn != here.complete(["a dog"], max_tokens=8, sampling=GREEDY)[0]
-    assert harness._settings({})[1:] == (256, GREEDY)
+    assert lm_eval._settings({})[1:] == (256, GREEDY)
 
 
 def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
     names = ["python_lines", "python_lines_bits", "python_lines_written"]
-    found = [harness.evaluate_tasks(run, names) for run in (here, alone)]
+    found = [lm_eval.evaluate_tasks(run, names) for run in (here, alone)]
     assert here.mesh.size == 8 and alone.mesh.size == 1
     rows, right, nats, size = lines(), 0, 0.0, 0
     assert len(rows) == 24 and {row["answer"] for row in rows} == {0, 1, 2, 3}
@@ -72,7 +73,7 @@ def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
         bits = results["python_lines_bits"]["bits_per_byte,none"]
         assert bits == pytest.approx(-nats / size / math.log(2), rel=1e-5)
         assert 0 <= results["python_lines_written"]["exact_match,stripped"] <= 1
-    limited = harness.evaluate_tasks(alone, names[:1], limit=8)["python_lines"]
+    limited = lm_eval.evaluate_tasks(alone, names[:1], limit=8)["python_lines"]
     assert limited["acc,none"] * 8 % 1 == 0 and limited["sample_len"] == 8
 
 

@@ -15,8 +15,9 @@ import pytest
 from flax import nnx
 from scipy.stats import norm
 
-from jaxdist import command_line, convert, inference, interop, loop, recipe, train, workdir
+from jaxdist import convert, interop, train
 from jaxdist.config import ConfigError, trees
+from jaxdist.evaluation import trained_run
 from jaxdist.interop import peft
 from jaxdist.models import lora
 from jaxdist.models.lora import LoraConfig
@@ -29,6 +30,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import cli, run_config, trainer, validation, workdir
 from support import paths
 from support.huggingface import (
     FOLDERS,
@@ -175,10 +177,10 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
     ],
 )
 def test_what_cannot_be_is_said(changes, said):
-    config = recipe.default_config()
+    config = run_config.default_config()
     config.update_from_flattened_dict({"lora.rank": 4} | changes)
     with pytest.raises(ConfigError) as raised:
-        recipe.validate(recipe.from_config(config), jax.devices()[:1], with_data=False)
+        validation.validate(run_config.from_config(config), jax.devices()[:1], with_data=False)
     assert said in str(raised.value)
 
 
@@ -306,7 +308,7 @@ def test_flops_of_frozen_kernels_are_not_counted(reference):
     if config.base != "none":
         return  # the same products
     options = vars(MODEL) | {"target": "jaxdist.models.transformer:Transformer"}
-    run = recipe.RunConfig(model=options, batch=recipe.BatchConfig(8, 16), lora=config)
+    run = run_config.RunConfig(model=options, batch=run_config.BatchConfig(8, 16), lora=config)
     plain = replace(run, lora=LoraConfig())
     specs = ((run, spec_with()), (plain, spec_of(MODEL)))
     formula = [workdir.model_flops(run, spec)["full"] for run, spec in specs]
@@ -381,8 +383,10 @@ def test_the_page_can_be_followed(text):
                 for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
     assert [command[2] for command in commands] == ["jaxdist.train", "jaxdist.convert", "jaxdist.convert"]
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
-    run = command_line.parse(train._parser(), [*arguments, f"--config.data.path={text}"])[1]
-    assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4") and recipe.validate(run, jax.devices()[:1])
+    run = cli.parse(train._parser(), [*arguments, f"--config.data.path={text}"])[1]
+    assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4") and validation.validate(
+        run, jax.devices()[:1]
+    )
     assert [convert._parser().parse_args(command[3:]).adapters for command in commands[1:]] == [False, True]
     (library,) = (block for kind, block in blocks if kind == "python")
     scope = {"describe": describe, "build": build}
@@ -399,7 +403,7 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
         assert train.main([*flags(text, base, **RUN | changes), "--workdir", str(folder)]) == 0
 
     def opened(folder):
-        return inference.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
+        return trained_run.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
 
     trained(whole)
     run = opened(whole)
@@ -430,20 +434,20 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     found = peft.read(factors, family, run.config.lora, shapes_of(spec.trainable))
     for path, x in trees.flatten_names(jax.device_get(state.trainable)).items():
         np.testing.assert_array_equal(found[path], x)
-    begun, real = [], loop.Session.train
+    begun, real = [], trainer.Session.train
 
     def noted(session, state):
         begun.append(jax.device_get(session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(loop.Session, "train", noted)
+    monkeypatch.setattr(trainer.Session, "train", noted)
     on = flags(text, SMOLLM, **RUN | {"lora__from_peft": factors, "train__steps": 1})
     assert train.main([*on, "--workdir", str(tmp_path / "on")]) == 0
     assert bitwise_equal(begun[0].trainable, run.state.trainable)
     assert bitwise_equal(begun[0].frozen, run.state.frozen)
 
     (tmp_path / "plain").mkdir()
-    workdir.write_json(tmp_path / "plain" / workdir.CONFIG, recipe.default_config().to_dict())
+    workdir.write_json(tmp_path / "plain" / workdir.CONFIG, run_config.default_config().to_dict())
     with pytest.raises(ConfigError, match="without adapters"):
         run_convert(tmp_path / "plain", tmp_path / "none", "huggingface", "--adapters")
 

@@ -4,26 +4,26 @@ import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxdist import recipe, workdir
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops
+from jaxdist.trainer import build, run_config, validation, workdir
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
-def run(request) -> recipe.RunConfig:
-    config = recipe.default_config()
+def run(request) -> run_config.RunConfig:
+    config = run_config.default_config()
     config.remat.policy = "none"
     config.model.update(
         num_layers=2, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
         gated=request.param, loss_chunk=64, activation="silu" if request.param else "gelu",
     )  # fmt: skip
     config.batch.update(sequence_length=256, global_size=4)
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
 def test_the_formula_lies_where_the_forward_program_says(run):
-    spec = recipe.validate(run, jax.devices()[:1])[2]
-    batch = recipe.batch_shapes(run, 4)
+    spec = validation.validate(run, jax.devices()[:1])[2]
+    batch = build.batch_shapes(run, 4)
 
     def loss(trainable, batch):
         return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
@@ -42,12 +42,12 @@ def test_the_formula_lies_where_the_forward_program_says(run):
 
 def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(run):
     devices = jax.devices()[:1]
-    _, rules, spec = recipe.validate(run, devices)
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    _, rules, spec = validation.validate(run, devices)
+    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     here = SingleDeviceSharding(devices[0])
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-        for name, x in recipe.batch_shapes(run, 4).items()
+        for name, x in build.batch_shapes(run, 4).items()
     }
     counted = hlo_flops(built.step.lower(built.abstract_state, batch).compile().as_text())
     assert not counted.notes, counted.notes
@@ -60,7 +60,7 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
 
 
 def test_a_local_layer_counts_the_tokens_it_sees():
-    config = recipe.default_config()
+    config = run_config.default_config()
     config.model.update(
         num_layers=3, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
         loss_chunk=64,
@@ -70,13 +70,13 @@ def test_a_local_layer_counts_the_tokens_it_sees():
 
     def count(**changes) -> tuple[dict[str, float], float]:
         config.model.update(**changes)
-        run = recipe.from_config(config)
-        spec = recipe.validate(run, jax.devices()[:1])[2]
+        run = run_config.from_config(config)
+        spec = validation.validate(run, jax.devices()[:1])[2]
 
         def loss(trainable, batch):
             return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
 
-        jaxpr = jax.make_jaxpr(loss)(spec.trainable, recipe.batch_shapes(run, 4))
+        jaxpr = jax.make_jaxpr(loss)(spec.trainable, build.batch_shapes(run, 4))
         return workdir.model_flops(run, spec), 3 * jaxpr_flops(jaxpr).total / (4 * length)
 
     everywhere, program = count()

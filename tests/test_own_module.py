@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.checkpoint.state_dict import to_canonical
@@ -27,7 +26,8 @@ from jaxdist.protocols.model import as_loss
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step.model_checks import examine
 from jaxdist.step.train_step import StepConfig, build_train_step
-from jaxdist.verification import proof
+from jaxdist.trainer import build, run_config, validation
+from jaxdist.verification import runner
 from support import plain_flax_models
 from support.models import FAST_COMPILE, MIXED, ONE, Layout, batch_of, bitwise_equal, rules_and_mesh, worst
 from support.paths import DOCS
@@ -389,16 +389,16 @@ def test_an_update_that_changes_parameters_is_refused(monkeypatch):
 
 def validated(target, devices=8, **values):
     given = {path.replace("__", "."): value for path, value in values.items()}
-    flat = configs.flatten(recipe.default_config(target)) | given
-    run = recipe.from_config(configs.unflatten(flat))
+    flat = configs.flatten(run_config.default_config(target)) | given
+    run = run_config.from_config(configs.unflatten(flat))
     with jax.numpy_rank_promotion("allow"):
-        return run, *recipe.validate(run, jax.devices()[:devices], with_data=False)
+        return run, *validation.validate(run, jax.devices()[:devices], with_data=False)
 
 
 def test_options_are_the_parameters_of_init_or_the_fields_of_config():
-    defaults = recipe.model_defaults(PLAIN)
+    defaults = run_config.model_defaults(PLAIN)
     assert defaults == {"target": PLAIN, "hidden": 32, "vocab_size": 64, "rate": 0.0}
-    assert recipe.model_defaults(COUNTING) == {"target": COUNTING, "width": 16}
+    assert run_config.model_defaults(COUNTING) == {"target": COUNTING, "width": 16}
     run, *_, spec = validated(PLAIN, model__hidden=64, mesh__fsdp=8)
     assert spec.trainable["up"]["kernel"].shape == (16, 64)
     with pytest.raises(ConfigError, match="model.hidden: got 'x', required int"):
@@ -417,7 +417,7 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     run, shape, table, spec = validated(
         PLAIN, mesh__fsdp=2, mesh__tensor=2, mesh__data=2, sharding__rules=rules
     )
-    placed = {p.path: p for p in recipe.placements(run, spec, table)}
+    placed = {p.path: p for p in build.placements(run, spec, table)}
     assert placed["up/kernel"].stored == P("fsdp", "tensor")
     assert placed["blocks/0/kernel"].stored == P("tensor", "fsdp")
     assert placed["head/kernel"].stored == P(None, "fsdp")
@@ -429,7 +429,7 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
 
 def test_the_rules_of_the_docs_are_read():
     page = (DOCS / "sharding.md").read_text()
-    config = recipe.default_config(STAGED)
+    config = run_config.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
     _, _, table, spec = validated(STAGED, **configs.flatten(config), mesh__fsdp=4, mesh__tensor=2)
     stored = {path: table.stored(names, x.shape) for path, (x, names) in spec.named_parameters().items()}
@@ -465,13 +465,13 @@ def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint(
     with pytest.raises(ConfigError, match="leaves no parameter to train"):
         validated(PLAIN, optimizer__frozen=("",))
     runs = [validated(PLAIN, optimizer__frozen=frozen)[0] for frozen in ((), ("head",))]
-    assert recipe.run_fingerprint(runs[0]) != recipe.run_fingerprint(runs[1])
+    assert run_config.run_fingerprint(runs[0]) != run_config.run_fingerprint(runs[1])
 
 
 def test_verify_proves_a_plain_class_and_says_what_it_cannot():
     run, *_ = validated(PLAIN, model__rate=0.2)
     with jax.numpy_rank_promotion("allow"):
-        prove = partial(proof.prove, run, jax.devices(), precisions=("float32",), log=lambda _: None)
+        prove = partial(runner.prove, run, jax.devices(), precisions=("float32",), log=lambda _: None)
         report = prove(only="data 2 x fsdp 2 x tensor 2")
         assert report.passed and len(report.layouts) == 1
         with pytest.raises(ConfigError, match="Plain.loss changes its state"):

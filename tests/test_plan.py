@@ -12,12 +12,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxdist import command_line, loop, plan, recipe, train
+from jaxdist import plan, train
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.planner import compiler, show, targets
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
 from jaxdist.planner.plan import make_plan, outline
+from jaxdist.trainer import build, cli, run_config, trainer
 
 needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
 TINY = {
@@ -34,8 +35,8 @@ def flags(overrides: dict[str, str]) -> list[str]:
     return ["--config", "quickstart", *(f"--config.{name}={value}" for name, value in overrides.items())]
 
 
-def run_of(overrides: dict[str, str]) -> recipe.RunConfig:
-    return command_line.parse(argparse.ArgumentParser(add_help=False), flags(overrides))[1]
+def run_of(overrides: dict[str, str]) -> run_config.RunConfig:
+    return cli.parse(argparse.ArgumentParser(add_help=False), flags(overrides))[1]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def tpu_plan(cache):
 def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     assert tpu_plan.fits is True and tpu_plan.exit_code == 0, tpu_plan.exit_reason
     found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
-    batch = sum(x.size * x.dtype.itemsize for x in recipe.batch_shapes(tpu_plan.run, 16).values()) / devices
+    batch = sum(x.size * x.dtype.itemsize for x in build.batch_shapes(tpu_plan.run, 16).values()) / devices
     state = 12 * tpu_plan.parameters / devices
     assert found.argument_bytes == pytest.approx(state + batch, rel=0.01)
     assert found.alias_bytes == pytest.approx(state, rel=0.01)  # the whole state is donated
@@ -191,7 +192,7 @@ def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):
     def out_of_memory(*args, **more):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
 
-    monkeypatch.setattr(loop, "run", out_of_memory)
+    monkeypatch.setattr(trainer, "run", out_of_memory)
     assert train.main([*flags(TINY), "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "allocating 7 bytes" in said and "parameters" in said

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from jaxdist import config as configs
-from jaxdist import dry_run, recipe
 from jaxdist.parallel import remat
-from jaxdist.planner import memory, targets
-from jaxdist.recipe import RunConfig
+from jaxdist.planner import dry_run, memory, targets
+from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer.run_config import RunConfig
 from support.paths import CONFIGS
 
 SMALL = {"batch.global_size": 32, "precision.compute": "bfloat16", "remat.policy": "full"}
@@ -20,12 +20,12 @@ def run_of(name: str, **changes) -> RunConfig:
     config = configs.load(name, folders=[CONFIGS])
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
 def account(run: RunConfig, on: str) -> memory.Components:
     target = targets.parse(on)
-    _, rules, spec = recipe.validate_on(run, target.num_devices, with_data=False)
+    _, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
     return memory.components(run, spec, rules, target)
 
 
@@ -46,8 +46,8 @@ def small(on: str = "cpu:8", **changes) -> memory.Components:
 )  # fmt: skip
 def test_the_state_is_that_of_the_built_step(changes):
     run = run_of("llama3_8b:tiny", **SMALL | changes)
-    _, rules, spec = recipe.validate(run, jax.devices(), with_data=False)
-    state = recipe.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules).abstract_state
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    state = build.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules).abstract_state
     found = memory.components(run, spec, rules, jax.devices()[0])
 
     def held(tree) -> int:
@@ -62,8 +62,8 @@ def test_the_state_is_that_of_the_built_step(changes):
 
 def test_the_state_is_what_the_compiler_calls_arguments():
     run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8})
-    _, rules, spec = recipe.validate(run, jax.devices(), with_data=False)
-    built = recipe.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules)
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    built = build.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules)
     found = memory.components(run, spec, rules, jax.devices()[0])
     state = found["parameters"] + found["optimizer state"]
     arguments = dry_run.compile_step(run, built).memory_analysis().argument_size_in_bytes

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import recipe
 from jaxdist.checkpoint.files import list_steps
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
+from jaxdist.trainer import run_config
 from support.runs import command, environment, last_step, losses, train
 
 LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -110,8 +110,8 @@ CELL = """
 import argparse, signal
 import jaxdist
 from pathlib import Path
-from jaxdist import command_line, loop
-_, config = command_line.parse(argparse.ArgumentParser(), FLAGS)
+from jaxdist.trainer import cli
+_, config = cli.parse(argparse.ArgumentParser(), FLAGS)
 jaxdist.run(config, Path(WORKDIR))
 """
 SHELLS = {
@@ -174,9 +174,9 @@ def test_a_preempted_script_ends_with_75(tmp_path):
 
 
 def elastic_run(**settings):
-    config = recipe.default_config()
+    config = run_config.default_config()
     config.update_from_flattened_dict({"batch.global_size": 24} | settings)
-    return recipe.from_config(config)
+    return run_config.from_config(config)
 
 
 def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
@@ -190,7 +190,7 @@ def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
     assert (three.mesh.data, three.mesh.fsdp, three.mesh.zero, three.batch.accumulation) == (3, 1, 3, 4)
     for found, devices in ((smaller, 4), (three, 3)):
         assert resolve_mesh(found.mesh, devices).batch_shards == devices
-    assert recipe.run_fingerprint(smaller) == recipe.run_fingerprint(run)
+    assert run_config.run_fingerprint(smaller) == run_config.run_fingerprint(run)
     assert elastic.refit(run, devices=7, full_devices=8) is run  # 24 is no multiple of 7: refused later
 
 

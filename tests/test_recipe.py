@@ -6,14 +6,15 @@ import fnmatch
 import jax
 import pytest
 
-from jaxdist import command_line, config, recipe
+from jaxdist import config
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
+from jaxdist.trainer import build, cli, run_config, validation
 
 
-def parse(*arguments: str) -> recipe.RunConfig:
-    return command_line.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
+def parse(*arguments: str) -> run_config.RunConfig:
+    return cli.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
 
 
 def faults_of(*arguments: str) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ def test_the_last_of_two_overrides_counts():
 def test_a_command_s_own_flags_come_back():
     parser = argparse.ArgumentParser()
     parser.add_argument("--workdir")
-    flags, _ = command_line.parse(parser, ["--workdir", "x", "--config", "quickstart"])
+    flags, _ = cli.parse(parser, ["--workdir", "x", "--config", "quickstart"])
     assert (flags.workdir, flags.config) == ("x", "quickstart")
 
 
@@ -73,7 +74,7 @@ def test_the_target_is_read_before_the_other_overrides(tmp_path):
 def test_a_config_file_may_leave_out_everything(tmp_path):
     path = tmp_path / "bare.py"
     path.write_text("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict()")
-    assert parse("--config", str(path)) == recipe.from_config(recipe.default_config())
+    assert parse("--config", str(path)) == run_config.from_config(run_config.default_config())
     assert parse("--config", str(path), "--config.model.d_ff=8").model["d_ff"] == 8
 
 
@@ -100,21 +101,21 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
     ],
 )
 def test_the_fingerprint_sees_what_changes_losses(change, harmless):
-    before = recipe.run_fingerprint(parse("--config", "quickstart"))
-    after = recipe.run_fingerprint(parse("--config", "quickstart", f"--config.{change}"))
+    before = run_config.run_fingerprint(parse("--config", "quickstart"))
+    after = run_config.run_fingerprint(parse("--config", "quickstart", f"--config.{change}"))
     assert (before == after) == harmless
 
 
 def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
     free = "--config.optimizer.schedule=constant"
     runs = [parse("--config", "quickstart", free, f"--config.train.steps={n}") for n in (200, 300)]
-    assert recipe.run_fingerprint(runs[0]) == recipe.run_fingerprint(runs[1])
-    assert "train.steps" in recipe.harmless_on_resume(runs[0])
+    assert run_config.run_fingerprint(runs[0]) == run_config.run_fingerprint(runs[1])
+    assert "train.steps" in run_config.harmless_on_resume(runs[0])
 
 
 def test_harmless_keys_exist():
-    schema = recipe.full_schema(recipe.registry.DEFAULT_TARGET)
-    for pattern in recipe.HARMLESS:
+    schema = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
+    for pattern in run_config.HARMLESS:
         assert fnmatch.filter(schema, pattern), pattern
 
 
@@ -124,7 +125,7 @@ def test_harmless_keys_exist():
 def test_batch_arithmetic_says_the_numbers():
     run = parse("--config", "quickstart", "--config.batch.accumulation=2")
     shape = resolve_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
-    assert recipe.batch_arithmetic(run, shape) == (
+    assert build.batch_arithmetic(run, shape) == (
         "batch: 16 sequences a step = 2 accumulation x 4 batch shards x 2 per device; "
         "x 128 tokens = 2,048 tokens a step"
     )
@@ -136,15 +137,15 @@ def test_the_batch_divides_by_accumulation_and_shards(size, legal):
     settings = (f"--config.batch.global_size={size}", "--config.batch.accumulation=2")
     run = parse("--config", "quickstart", *settings)
     if legal:
-        recipe.validate(run, jax.devices())
+        validation.validate(run, jax.devices())
     else:
         with pytest.raises(ConfigError, match=r"accumulation 2 x batch shards 8"):
-            recipe.validate(run, jax.devices())
+            validation.validate(run, jax.devices())
 
 
 def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
     run = parse("--config", "quickstart", "--config.mesh.dcn.data=2")
-    shape, _, _ = recipe.validate(run, jax.devices())
+    shape, _, _ = validation.validate(run, jax.devices())
     assert shape.dcn["data"] == 2 and shape.sizes["data"] == 8
 
 
@@ -159,12 +160,12 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
         length = run.batch.sequence_length
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
-        assert {n: (x.shape, x.dtype) for n, x in recipe.batch_shapes(run, 4).items()} == real
+        assert {n: (x.shape, x.dtype) for n, x in build.batch_shapes(run, 4).items()} == real
 
 
 def test_the_default_config_is_a_run():
-    run = recipe.from_config(recipe.default_config())
+    run = run_config.from_config(run_config.default_config())
     assert (
         config.flatten(config.to_config_dict(run)).keys()
-        == recipe.full_schema(recipe.registry.DEFAULT_TARGET).keys()
+        == run_config.full_schema(run_config.registry.DEFAULT_TARGET).keys()
     )

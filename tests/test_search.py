@@ -9,11 +9,12 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from jaxdist import config, recipe
+from jaxdist import config
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import layouts, memory, plan, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
 TINY = (
@@ -23,16 +24,16 @@ TINY = (
 )
 
 
-def overridden(run: recipe.RunConfig, words: str) -> recipe.RunConfig:
+def overridden(run: run_config.RunConfig, words: str) -> run_config.RunConfig:
     """Returns the run with `a.b=value c.d=value`, as on the command line."""
     values = config.to_config_dict(run)
     pairs = dict(word.split("=", 1) for word in words.split())
-    config.apply_overrides(values, pairs, recipe.full_schema(run.model["target"]))
-    return recipe.from_config(values)
+    config.apply_overrides(values, pairs, run_config.full_schema(run.model["target"]))
+    return run_config.from_config(values)
 
 
-def run_of(name: str, words: str = "") -> recipe.RunConfig:
-    return overridden(recipe.from_config(config.load(name, folders=config.packaged_folders())), words)
+def run_of(name: str, words: str = "") -> run_config.RunConfig:
+    return overridden(run_config.from_config(config.load(name, folders=config.packaged_folders())), words)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
     assert {c.run.pipeline.schedule for c in found} == {"1f1b", "interleaved"}
     assert {c.run.remat.policy for c in found} >= set(layouts.REMAT)
     for one in found[:: len(found) // 30]:
-        recipe.validate_on(one.run, target.num_devices, 1, with_data=False)
+        validation.validate_on(one.run, target.num_devices, 1, with_data=False)
         assert math.prod(one.shape.sizes.values()) == 64
     same = ("global_size", "sequence_length")
     assert {tuple(getattr(c.run.batch, n) for n in same) for c in found} == {(64, 8192)}
@@ -191,7 +192,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     text = text_of(found, "--config quickstart")
     assert "python -m jaxdist.train --config quickstart --config." in text and "rule of thumb" in text
     made = overridden(run, " ".join(told["overrides"]))
-    assert recipe.validate_on(made, 2, with_data=False)[0] == found.winner.shape
+    assert validation.validate_on(made, 2, with_data=False)[0] == found.winner.shape
 
 
 @needs_libtpu

@@ -11,24 +11,25 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxdist import command_line, dry_run, recipe, stages
+from jaxdist.planner import dry_run
 from jaxdist.report_page import html, summary
+from jaxdist.trainer import cli, pipeline_report, validation
 from support.paths import DOCS, ROOT
 
 
 def lines(*arguments: str) -> list[str]:
-    return list(stages.lines(*validated(*arguments)))
+    return list(pipeline_report.lines(*validated(*arguments)))
 
 
 def validated(*arguments: str):
     words = ["--config=quickstart", "--config.batch.global_size=64", *arguments]
-    run = command_line.parse(argparse.ArgumentParser(add_help=False), words)[1]
-    _, rules, spec = recipe.validate(run, jax.devices(), with_data=False)
+    run = cli.parse(argparse.ArgumentParser(add_help=False), words)[1]
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
     return run, spec, rules
 
 
 def test_without_stages_nothing_is_said():
-    assert lines() == [] and stages.describe(*validated()) == {}
+    assert lines() == [] and pipeline_report.describe(*validated()) == {}
 
 
 def test_the_numbers_are_the_table_s():
@@ -39,10 +40,12 @@ def test_the_numbers_are_the_table_s():
 
 
 def test_the_bubble_without_a_head_is_the_closed_form():
-    found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8"))
+    found = pipeline_report.outlook(
+        *validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
+    )
     assert found.costs.head > 0 and found.costs.backward[0][0] == 3 * found.costs.forward[0][0]
     found.costs.__dict__["head"] = 0.0
-    bare = stages.simulate(found.schedule, found.costs)
+    bare = pipeline_report.simulate(found.schedule, found.costs)
     assert bare.bubble == pytest.approx(3 / 11)
     assert found.simulation.bubble < bare.bubble  # the head has no bubble: all stages share it
 
@@ -50,9 +53,9 @@ def test_the_bubble_without_a_head_is_the_closed_form():
 def test_layers_and_head_are_the_formula_s():
     run, spec, rules = validated("--config.mesh.pipeline=2")
     model = run.model
-    layer, head = stages._forward_and_backward(run, spec, 4)
+    layer, head = pipeline_report._forward_and_backward(run, spec, 4)
     assert head == 6 * model["d_model"] * model["vocab_size"]
-    assert 4 * layer + head == stages.model_flops(run, spec)["causal"]
+    assert 4 * layer + head == pipeline_report.model_flops(run, spec)["causal"]
 
 
 def test_inputs_of_layers_are_counted():
@@ -84,7 +87,7 @@ def test_edges_that_every_stage_does_whole_have_their_cost_said():
 
 
 def test_places_are_filled_as_the_executor_fills_them():
-    found = stages.outlook(*validated("--config.mesh.pipeline=4", "--config.model.num_layers=9"))
+    found = pipeline_report.outlook(*validated("--config.mesh.pipeline=4", "--config.model.num_layers=9"))
     assert found.balance.cut == (3, 3, 3, 0)  # not 3, 2, 2, 2
     assert "9 layers divide by 1, 3, 9" in found.balance.warning()
 
@@ -95,7 +98,7 @@ def test_places_are_filled_as_the_executor_fills_them():
 def test_the_backward_counts_its_recomputation(stages_, remat, cost):
     """With a layer a stage, full recomputation is what a stage does anyway."""
     words = [f"--config.mesh.pipeline={stages_}", f"--config.pipeline.remat={remat}"]
-    costs = stages.outlook(*validated(*words)).costs
+    costs = pipeline_report.outlook(*validated(*words)).costs
     assert costs.backward[0][0] == cost * costs.forward[0][0]
 
 
@@ -118,7 +121,9 @@ def page(folder: Path, about: dict) -> str:
 
 
 def test_the_report_shows_the_timeline(tmp_path):
-    about = stages.describe(*validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8"))
+    about = pipeline_report.describe(
+        *validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
+    )
     assert about["pipeline"] | {"bubble": 0} == {
         "schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1,
         "ticks": 14, "bubble": 0, "live_inputs": 7,
@@ -137,7 +142,7 @@ def test_a_hostile_timeline_stays_inside_its_image(tmp_path, drawing):
 
 def test_a_very_long_timeline_is_not_drawn():
     many = ["--config.mesh.pipeline=4", "--config.pipeline.microbatches=1024", "--config.mesh.data=2"]
-    about = stages.describe(*validated("--config.batch.global_size=2048", *many))
+    about = pipeline_report.describe(*validated("--config.batch.global_size=2048", *many))
     assert about["pipeline"]["microbatches"] == 1024 and "timeline_svg" not in about
 
 

@@ -140,7 +140,7 @@ def test_every_family_can_be_a_target_with_a_network():
 
 CHILD = """
 import json, os, sys
-from jaxdist import mesh
+from jaxdist.parallel import mesh
 from jaxdist.planner import targets
 found = {}
 for text, layout in json.loads(sys.argv[1]):

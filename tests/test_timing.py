@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.planner import communication, targets, timing
 from jaxdist.telemetry import hlo
+from jaxdist.trainer import run_config, validation
 from support.paths import CONFIGS, HLO
 from support.stored_programs import CASES, read
 
@@ -274,8 +274,8 @@ def test_recomputation_and_bubble_are_parts_of_the_step():
 
 def test_the_time_of_a_run_takes_its_sizes_from_the_config():
     loaded = configs.load("dense_16b:tiny", folders=[CONFIGS])
-    run = recipe.from_config(loaded)
-    _, rules, spec = recipe.validate(run, jax.devices()[:1], with_data=False)
+    run = run_config.from_config(loaded)
+    _, rules, spec = validation.validate(run, jax.devices()[:1], with_data=False)
     module, found = hlo.parse((HLO / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())
     time = timing.estimate(run, spec, rules, V5E, module, found)
     assert run.precision.compute == "float32" and time.mfu_causal is None  # no peak is published for it

@@ -9,8 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from jaxdist import dry_run, recipe, train
+from jaxdist import train
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.planner import dry_run
+from jaxdist.trainer import run_config
 from support.runs import overrides, refused
 
 FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
@@ -254,7 +256,7 @@ def test_help_lists_every_field(capsys):
         train.main(["--config", "llama3_8b", "--help"])
     text = capsys.readouterr().out
     assert not stopped.value.code and "--workdir" in text and "--dry-run" in text
-    for path in recipe.full_schema(recipe.registry.DEFAULT_TARGET):
+    for path in run_config.full_schema(run_config.registry.DEFAULT_TARGET):
         assert f"--config.{path} " in text
     assert "= 128256" in text  # the config's value, not the class's default
 

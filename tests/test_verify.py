@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import command_line, recipe, verify
 from jaxdist import config as configs
+from jaxdist import verify
 from jaxdist.config import ConfigError
-from jaxdist.verification import comparison, proof, subject
+from jaxdist.trainer import cli, run_config
+from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
 
 TARGET = f"{__name__}:"
@@ -33,15 +34,15 @@ class Bigram(nnx.Module):
         return total / count if self.mean else (total, count)
 
 
-def quickstart(**changes) -> recipe.RunConfig:
-    run = recipe.from_config(configs.load("quickstart", folders=configs.packaged_folders()))
-    return subject.with_values(run, changes)
+def quickstart(**changes) -> run_config.RunConfig:
+    run = run_config.from_config(configs.load("quickstart", folders=configs.packaged_folders()))
+    return cases.with_values(run, changes)
 
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
     """Returns the exit code, stdout and stderr of the command, run in this process."""
     with pytest.raises(SystemExit) as stopped:
-        command_line.main_with_config_errors(lambda: verify.main(list(words)))
+        cli.main_with_config_errors(lambda: verify.main(list(words)))
     return stopped.value.code, *capsys.readouterr()
 
 
@@ -50,11 +51,11 @@ def command(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_shrinking_keeps_the_variants():
     run = quickstart(**{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents"})
-    small, lines = subject.shrink(run, 8)
+    small, lines = cases.shrink(run, 8)
     assert small.data.packing == "documents"
     changed = {change.path for change in configs.diff(*map(configs.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
-    sizes = {f"model.{name}" for name in (*subject.SIZES, "max_positions", "loss_chunk")}
+    sizes = {f"model.{name}" for name in (*cases.SIZES, "max_positions", "loss_chunk")}
     assert changed <= sizes | {
         "batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"
     }  # fmt: skip
@@ -66,11 +67,11 @@ def test_shrinking_keeps_the_variants():
 @pytest.mark.parametrize(("heads", "kv_heads", "small"), [(12, 12, 8), (12, 1, 1), (16, 8, 4)])
 def test_kv_heads_keep_their_kind(heads, kv_heads, small):
     run = quickstart(**{"model.num_heads": heads, "model.num_kv_heads": kv_heads})
-    assert subject.shrink(run, 8)[0].model["num_kv_heads"] == small
+    assert cases.shrink(run, 8)[0].model["num_kv_heads"] == small
 
 
 def test_the_matrix_of_layouts():
-    names = [layout.name for layout in subject.layouts_for(quickstart(), 8)]
+    names = [layout.name for layout in cases.layouts_for(quickstart(), 8)]
     assert names == [
         "data 8",
         "fsdp 8",
@@ -88,30 +89,30 @@ def test_the_matrix_of_layouts():
         "tensor 8, 4 kv heads",
     ]  # fmt: skip
     own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
-    last = subject.layouts_for(own, 8)[-1]
+    last = cases.layouts_for(own, 8)[-1]
     assert last.name == "the config's own: data 2 x tensor 4, accumulation 2"
     assert last.overrides["batch.accumulation"] == 2
-    assert [layout.name for layout in subject.layouts_for(quickstart(), 2)][-1] == ("tensor 2, 4 kv heads")
+    assert [layout.name for layout in cases.layouts_for(quickstart(), 2)][-1] == ("tensor 2, 4 kv heads")
 
 
 def test_the_config_s_own_pipeline_is_proved_small():
     own = {"mesh.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 3}
-    last = subject.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8)[-1]
+    last = cases.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8)[-1]
     assert last.name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
     assert last.overrides["model.num_layers"] == 12 and last.overrides["pipeline.microbatches"] == 4
     unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})  # without stages it says nothing
-    assert subject.layouts_for(unused, 8)[-1].name == "tensor 8, 4 kv heads"
+    assert cases.layouts_for(unused, 8)[-1].name == "tensor 8, 4 kv heads"
 
 
 def test_a_model_without_stages_has_no_pipeline_layouts():
-    run = recipe.from_config(recipe.default_config(f"{TARGET}Bigram"))
-    names = [layout.name for layout in subject.layouts_for(run, 8)]
+    run = run_config.from_config(run_config.default_config(f"{TARGET}Bigram"))
+    names = [layout.name for layout in cases.layouts_for(run, 8)]
     assert names[-1] == "tensor 8" and not any("pipeline" in name for name in names)
 
 
 def test_the_batch_is_unequal_and_the_same_each_time():
-    run, _ = subject.shrink(quickstart(**{"data.packing": "documents"}), 8)
-    batch, again = subject.synthetic_batch(run), subject.synthetic_batch(run)
+    run, _ = cases.shrink(quickstart(**{"data.packing": "documents"}), 8)
+    batch, again = cases.synthetic_batch(run), cases.synthetic_batch(run)
     assert all(np.array_equal(batch[name], again[name]) for name in batch)
     per_row = batch["weights"].sum(1)
     assert per_row.min() == 0 and len(set(per_row)) > 5
@@ -195,7 +196,7 @@ def test_the_command_finds_layouts_equal(capsys):
 def test_stages_are_compared_layer_by_layer():
     """Staged parameters, moments and gradients come back flat; a stage too many would show."""
     run = quickstart(**{"optimizer.name": "sgd"})
-    report = proof.prove(
+    report = runner.prove(
         run, jax.devices()[:2], precisions=["float32"], only="pipeline", log=lambda line: None
     )  # fmt: skip
     (result,) = report.layouts
@@ -216,7 +217,7 @@ def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
 
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     """A sum over tensor shards that is left out, planted in the head's place."""
-    original = proof.recipe.build_step
+    original = runner.recipe.build_step
 
     def planted(run, spec, mesh, rules):
         built = original(run, spec, mesh, rules)
@@ -228,9 +229,11 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
 
         return built._replace(inspect=jax.jit(inspect))
 
-    monkeypatch.setattr(proof.recipe, "build_step", planted)
+    monkeypatch.setattr(runner.recipe, "build_step", planted)
     run = quickstart(**{"optimizer.name": "sgd"})
-    report = proof.prove(run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None)
+    report = runner.prove(
+        run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None
+    )
     (result,) = report.layouts
     assert not report.passed and result.init_equal and result.grad_error > 1e-3
 
@@ -258,7 +261,7 @@ def test_errors_name_the_cure(capsys, words, said):
 def test_layouts_that_cannot_be_are_named():
     run = quickstart(**{"mesh.tensor": 16, "mesh.data": 1})
     with pytest.raises(ConfigError, match="own: tensor 16 cannot be"):
-        proof.prove(run, jax.devices(), precisions=["float32"], only="own", log=lambda line: None)
+        runner.prove(run, jax.devices(), precisions=["float32"], only="own", log=lambda line: None)
 
 
 GPT2 = {
@@ -289,5 +292,5 @@ QWEN2 = {
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
 def test_the_whole_matrix(changes):
-    report = proof.prove(quickstart(**changes), jax.devices())
+    report = runner.prove(quickstart(**changes), jax.devices())
     assert report.passed and len(report.layouts) == 28 and not report.skipped

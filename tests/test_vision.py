@@ -10,14 +10,16 @@ import pytest
 from flax import nnx
 
 from jaxdist import config as configs
-from jaxdist import inference, recipe, train
+from jaxdist import train
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.data.loader import Loader
+from jaxdist.evaluation import trained_run
 from jaxdist.models.vision import VisionConfig, VisionTransformer
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import describe
-from jaxdist.verification import subject
+from jaxdist.trainer import build, run_config, validation
+from jaxdist.verification import cases
 
 DIGITS = DataConfig(source="digits")
 COUNT = 1797
@@ -88,12 +90,12 @@ def test_only_whole_batches_are_evaluated():
 
 
 def test_batches_reach_the_devices_that_want_them():
-    run = recipe.from_config(configs.load("vit_digits", folders=configs.packaged_folders()))
-    run = subject.with_values(run, {"mesh.fsdp": 4, "mesh.data": 2})
-    _, rules, spec = recipe.validate(run, jax.devices())
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    run = run_config.from_config(configs.load("vit_digits", folders=configs.packaged_folders()))
+    run = cases.with_values(run, {"mesh.fsdp": 4, "mesh.data": 2})
+    _, rules, spec = validation.validate(run, jax.devices())
+    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     dataset, size = opened(run.data), run.batch.global_size
-    shapes = recipe.batch_shapes(run, size)
+    shapes = build.batch_shapes(run, size)
     assert {n: (x.shape, x.dtype) for n, x in shapes.items()} == {
         n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, size).items()
     }
@@ -263,7 +265,7 @@ def test_it_starts_at_chance():
 
 def accuracy(folder) -> tuple[float, int]:
     """Returns the share of held-out scans that the run's last checkpoint gets right, of how many."""
-    trained = inference.load_run(folder, log=lambda _: None)
+    trained = trained_run.load_run(folder, log=lambda _: None)
     dataset = opened(trained.config.data)
     batch = dataset.read("validation", np.arange(dataset.num_validation_tokens))
     model = trained.spec.assemble(trained.state.trainable, trained.state.model_state)

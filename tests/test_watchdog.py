@@ -343,13 +343,12 @@ def test_of_a_run_whose_process_never_finds_its_devices_that_is_named_and_it_beg
 JOIN = """
 import os, sys
 import jax
-from jaxdist import machine
 from jaxdist.config import ConfigError
-from jaxdist.resilience import peers
-machine.join_processes()
-peers.agree(lambda: {"data": "the same"})
+from jaxdist.distributed import consistency, initialize
+initialize.join_processes()
+consistency.agree(lambda: {"data": "the same"})
 try:
-    peers.agree(lambda: {"data": "other" if jax.process_index() == 2 else "usual", "same": 1})
+    consistency.agree(lambda: {"data": "other" if jax.process_index() == 2 else "usual", "same": 1})
 except ConfigError as error:
     print("refused:", error)
 """

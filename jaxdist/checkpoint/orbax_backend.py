@@ -2,7 +2,7 @@
 
 `AsyncCheckpointer` is used directly, not `CheckpointManager`: the manager keeps its own list of
 steps, refuses (returns False) steps below its newest even when that one is damaged, and infers its
-layout from the newest folder. Which steps exist and which are deleted is decided in `store.py`.
+layout from the newest folder. Which steps exist and which are deleted is decided in `manager.py`.
 """
 
 import contextlib

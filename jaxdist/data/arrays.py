@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data.corpora import DataConfig
-from jaxdist.data.order import order_key, permute
 from jaxdist.data.packing import Batch
+from jaxdist.data.shuffle import order_key, permute
+from jaxdist.data.sources import DataConfig
 from jaxdist.data.tokenizer import digest
 
 DIGITS = "jaxdist.data.digits"

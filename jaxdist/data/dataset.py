@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data import arrays, cache, formats, packing, tokenizer
-from jaxdist.data.corpora import Corpus, DataConfig, open_corpus, sources_of
-from jaxdist.data.formats import TokenStore
-from jaxdist.data.order import Mixture, order_key, permute
+from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer
 from jaxdist.data.packing import Batch
+from jaxdist.data.shuffle import Mixture, order_key, permute
+from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
+from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
 
 _SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
@@ -193,7 +193,7 @@ def open_dataset(
     return dataset
 
 
-def _open_arrays(config: DataConfig, seed: int, log: cache.Log) -> Dataset:
+def _open_arrays(config: DataConfig, seed: int, log: token_cache.Log) -> Dataset:
     found = arrays.open_arrays(config)
     train, held_out = (Side(found.name, part, part.num_rows) for part in (found.train, found.held_out))
     dataset = Dataset(
@@ -227,7 +227,7 @@ class _Opener:
     length_S: int
     vocab_size: int | None
     encoder: Tokenizer | None
-    log: cache.Log
+    log: token_cache.Log
     fingerprints: list[str] = dataclasses.field(default_factory=list)  # of the tokens opened
 
     def sides(self, config: DataConfig, text: Corpus | None) -> tuple[Side, Side]:
@@ -253,9 +253,9 @@ class _Opener:
         """Returns the tokens of a source, checked against the model's vocabulary."""
         if text:
             assert self.encoder
-            store = cache.open_tokens(text, self.encoder, config.cache_folder(), self.log)
+            store = token_cache.open_tokens(text, self.encoder, config.cache_folder(), self.log)
         else:
-            store = (formats.open_bin if config.source == "bin" else formats.open_megatron)(config)
+            store = (token_files.open_bin if config.source == "bin" else token_files.open_megatron)(config)
         largest = store.max_id
         if largest is not None and self.vocab_size is not None and largest >= self.vocab_size:
             raise ConfigError(
@@ -280,14 +280,14 @@ class _Opener:
         return Side(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
 
 
-def _open_text(config: DataConfig, log: cache.Log) -> Corpus:
+def _open_text(config: DataConfig, log: token_cache.Log) -> Corpus:
     corpus = open_corpus(config)
     log(f"data: {corpus.name}: {corpus.summary}")
     return corpus
 
 
 def _open_tokenizer(
-    config: DataConfig, texts: list[Corpus], folder: Path | None, log: cache.Log
+    config: DataConfig, texts: list[Corpus], folder: Path | None, log: token_cache.Log
 ) -> Tokenizer | None:
     """Returns the tokenizer; None for tokens made elsewhere, unless a file of it is named."""
     size, name = tokenizer.bpe_size(config.tokenizer), config.tokenizer
@@ -299,7 +299,7 @@ def _open_tokenizer(
         share = 0 if config.validation_path else config.validation_share
         stamps = (part for corpus in texts for part in (corpus.name, corpus.stamp))
         target = config.cache_folder() / f"tokenizer-{tokenizer.digest(name, share, *stamps)[:16]}.json"
-        with cache.one_builder(target, log):
+        with token_cache.one_builder(target, log):
             if not target.is_file():
                 log(f"data: training a byte-level BPE of {size} tokens -> {target}")
                 documents = [_training_texts(corpus, share) for corpus in texts]
@@ -316,14 +316,14 @@ def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
     """Yields what the hash leaves for training; all, where it leaves nothing (see split)."""
     empty = True
     for document in corpus.documents():
-        if formats.group_of([document.id])[0] >= share:
+        if token_files.group_of([document.id])[0] >= share:
             empty = False
             yield document.text
     if empty:
         yield from (document.text for document in corpus.documents())
 
 
-def split(store: TokenStore, share: int, log: cache.Log) -> tuple[TokenStore, np.ndarray]:
+def split(store: TokenStore, share: int, log: token_cache.Log) -> tuple[TokenStore, np.ndarray]:
     """Returns the store and which documents are held out, [documents] bool.
 
     Documents whose id hashes below `share` (of 256) are held out. Where that takes none or all of
@@ -333,13 +333,13 @@ def split(store: TokenStore, share: int, log: cache.Log) -> tuple[TokenStore, np
     held = store.group < share
     if not share or (held.any() and not held.all()):
         return store, held
-    blocks = -(-store.length // formats.BLOCK_TOKENS)
+    blocks = -(-store.length // token_files.BLOCK_TOKENS)
     document, number = np.repeat(np.arange(len(blocks)), blocks), packing.count_up(blocks)
-    offset = number * formats.BLOCK_TOKENS
-    length = np.minimum(formats.BLOCK_TOKENS, store.length[document] - offset)
+    offset = number * token_files.BLOCK_TOKENS
+    length = np.minimum(token_files.BLOCK_TOKENS, store.length[document] - offset)
     scale = length / np.maximum(store.length[document], 1)
     pairs = zip(document.tolist(), number.tolist(), strict=True)
-    group = formats.group_of(f"{d}#{n}" for d, n in pairs)
+    group = token_files.group_of(f"{d}#{n}" for d, n in pairs)
     num_bytes = None if store.num_bytes is None else store.num_bytes[document] * scale
     file, start = store.file[document], store.start[document] + offset
     store = dataclasses.replace(
@@ -347,7 +347,7 @@ def split(store: TokenStore, share: int, log: cache.Log) -> tuple[TokenStore, np
     )
     held = store.group < share
     log(
-        f"data: {store.name}: few documents, so blocks of {formats.BLOCK_TOKENS} tokens are held "
+        f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} tokens are held "
         f"out: {held.sum()} of {len(held)}"
     )
     return store, held

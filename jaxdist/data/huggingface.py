@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import Corpus, DataConfig, Document, record_document
+from jaxdist.data.sources import Corpus, DataConfig, Document, record_document
 from jaxdist.data.tokenizer import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.data.cache import Log, one_builder
-from jaxdist.data.formats import TokenStore
+from jaxdist.data.token_cache import Log, one_builder
+from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import digest
 
 Batch = dict[str, np.ndarray]

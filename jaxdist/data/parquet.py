@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow.parquet
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import Document, File, record_document
+from jaxdist.data.sources import Document, File, record_document
 
 
 def read_parquet(file: File, field: str) -> Iterator[Document]:

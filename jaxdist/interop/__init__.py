@@ -4,10 +4,10 @@
 config.json <-> the transformer's values, by `reading` and `writing` tensors <-> its parameters.
 """
 
-from jaxdist.interop.derivation import TRAINING, derive, different, fields_of, read_config, settled
 from jaxdist.interop.families import FAMILIES
-from jaxdist.interop.reading import Tensors, open_weights
-from jaxdist.interop.writing import KEPT, CheckpointWeights, copy_own_tokenizer, copy_small_files, export
+from jaxdist.interop.hf_config import TRAINING, derive, different, fields_of, read_config, settled
+from jaxdist.interop.hf_reader import Tensors, open_weights
+from jaxdist.interop.hf_writer import KEPT, CheckpointWeights, copy_own_tokenizer, copy_small_files, export
 
 __all__ = [
     "FAMILIES", "KEPT", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxdist.interop.rules import (
+from jaxdist.interop.config_rules import (
     Rule,
     activation,
     attention_bias,

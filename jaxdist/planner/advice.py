@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
 from jaxdist.parallel.mesh import MeshShape
@@ -20,7 +19,8 @@ from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import CannotTell
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
+from jaxdist.trainer import build, validation
+from jaxdist.trainer.run_config import RunConfig
 
 LEAST = 0.01  # of the peak: what saves less is no advice
 SURE = 0.95  # of the capacity: what an account may be off by is left free
@@ -128,7 +128,7 @@ def _saving(run: RunConfig, target: Target, override: str, peak: int) -> int | N
     slices = target.num_slices if target.platform == "tpu" else None
     try:
         edited = _edited(run, override)
-        _, rules, spec = recipe.validate_on(edited, target.num_devices, slices, with_data=False)
+        _, rules, spec = validation.validate_on(edited, target.num_devices, slices, with_data=False)
     except ConfigError:
         return None
     return peak - memory.accounted_peak(memory.components(edited, spec, rules, target))
@@ -173,7 +173,7 @@ def _candidates(
 
 
 def _smaller_parts(run: RunConfig, shape: MeshShape, one_of) -> Iterator[tuple[str, str]]:
-    flow, parts = recipe.num_microbatches(run, shape), run.batch.accumulation
+    flow, parts = build.num_microbatches(run, shape), run.batch.accumulation
     each = run.batch.global_size // (parts * flow * shape.batch_shards)
     factors = [n for n in range(2, each + 1) if each % n == 0]
     if flow > 1:

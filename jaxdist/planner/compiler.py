@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import config as configs
-from jaxdist import workdir
 from jaxdist.config import ConfigError, extras
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.targets import Target
-from jaxdist.recipe import RunConfig
+from jaxdist.trainer import workdir
+from jaxdist.trainer.run_config import RunConfig
 
 GIB = 2**30
 # Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated without it.

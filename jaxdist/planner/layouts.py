@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
@@ -24,8 +23,9 @@ from jaxdist.planner import formulas, memory
 from jaxdist.planner.targets import Link, Target
 from jaxdist.planner.timing import attention_share
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
-from jaxdist.workdir import model_flops
+from jaxdist.trainer import build, validation
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.workdir import model_flops
 
 REMAT = (
     "none", "dots", "save:query,key,value,attention_residuals,attention_projection", "full",
@@ -131,7 +131,7 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
             flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
             tried = replace(tried, pipeline=flow)
         try:
-            shape, _, spec = recipe.validate_on(tried, target.num_devices, slices, with_data=False)
+            shape, _, spec = validation.validate_on(tried, target.num_devices, slices, with_data=False)
             legal.append((tried, shape))
         except ConfigError as found:
             error = found
@@ -197,7 +197,7 @@ def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
 
 
 def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
-    return build_rules(run.mesh, shape, vocab_over_stages=recipe.shares_vocabulary(run, spec))
+    return build_rules(run.mesh, shape, vocab_over_stages=build.shares_vocabulary(run, spec))
 
 
 def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
@@ -230,7 +230,7 @@ class _Model:
             self.made[_MADE_BY.get(name, name) if path.startswith("blocks/") else ""] += math.prod(x.shape)
         self.parameters = self.made.total()
         self.in_blocks = max(self.parameters - self.made.pop("", 0), 1)
-        self.tokens = run.batch.global_size * recipe.targets_per_sample(run)
+        self.tokens = run.batch.global_size * build.targets_per_sample(run)
         flops = model_flops(run, spec)
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
         self.products = flops["causal"] * self.tokens - 3 * self.attention

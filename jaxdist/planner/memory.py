@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import recipe
 from jaxdist.optim import optimizers
 from jaxdist.parallel import precision, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
@@ -29,7 +28,8 @@ from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model import Context, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
-from jaxdist.recipe import RunConfig
+from jaxdist.trainer import build
+from jaxdist.trainer.run_config import RunConfig
 
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
@@ -67,12 +67,12 @@ class _Step:
 
     def __init__(self, run: RunConfig, spec: ModelSpec, rules: Rules, platform: str):
         self.run, self.rules, self.platform = run, rules, platform
-        self.cut = recipe.staging(run, spec, rules.shape)
+        self.cut = build.staging(run, spec, rules.shape)
         self.spec = self.cut.staged_spec(spec) if self.cut else spec
         self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
         self.stored = jnp.dtype(run.precision.params).itemsize
-        parts = run.batch.accumulation * recipe.num_microbatches(run, rules.shape)
+        parts = run.batch.accumulation * build.num_microbatches(run, rules.shape)
         sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
@@ -171,7 +171,7 @@ class _Step:
         specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         pairs = zip(jax.tree.leaves(moments), places, strict=True)
-        batch = recipe.batch_shapes(run, run.batch.global_size)
+        batch = build.batch_shapes(run, run.batch.global_size)
         frozen = sum(
             stored_dtype(x, run.precision.params).itemsize
             * self._elements(x.shape, self.rules.stored(names, x.shape))
@@ -292,7 +292,7 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
     model = spec.assemble(trainable, spec.model_state, frozen)
     graph, stacked = nnx.split(model.blocks)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = recipe.batch_shapes(run, 1)
+    batch = build.batch_shapes(run, 1)
     if run.data.is_text:
         sizes = {name: (1, *(length for _ in x.shape[1:])) for name, x in batch.items()}
         batch = {name: jax.ShapeDtypeStruct(sizes[name], x.dtype) for name, x in batch.items()}

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxdist import config as configs
-from jaxdist import recipe, stages
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
@@ -22,8 +21,9 @@ from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesN
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
 from jaxdist.telemetry import hlo
+from jaxdist.trainer import build, pipeline_report, validation
+from jaxdist.trainer.run_config import RunConfig
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need the rest.
@@ -153,11 +153,11 @@ def outline(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
       ConfigError: the run cannot be laid out on the target.
     """
     slices = target.num_slices if target.platform == "tpu" else None
-    shape, rules, spec = recipe.validate_on(run, target.num_devices, slices, with_data=False)
+    shape, rules, spec = validation.validate_on(run, target.num_devices, slices, with_data=False)
     plan = Plan(
         run, target, shape, spec.parameter_count, memory.components(run, spec, rules, target),
-        capacity(target), stages.describe(run, spec, rules).get("pipeline", {}),
-        run.train.steps * run.batch.global_size * recipe.targets_per_sample(run),
+        capacity(target), pipeline_report.describe(run, spec, rules).get("pipeline", {}),
+        run.train.steps * run.batch.global_size * build.targets_per_sample(run),
     )  # fmt: skip
     return plan, rules, spec
 
@@ -220,7 +220,7 @@ def _with_compiled(plan: Plan, compiled: Compiled, rules: Rules, spec: ModelSpec
 
 def _batch_bytes(plan: Plan) -> int:
     """Returns the bytes of a device's part of the batch, which is not given back."""
-    batch = recipe.batch_shapes(plan.run, plan.run.batch.global_size)
+    batch = build.batch_shapes(plan.run, plan.run.batch.global_size)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return whole // plan.shape.batch_shards
 
@@ -252,7 +252,7 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
         "text": str(shape), "mesh": dict(shape.sizes), "dcn": dict(shape.dcn), "zero": run.mesh.zero,
         "links": {axis: {"name": x.name, "bytes_per_s": speeds[axis]} for axis, x in links.items()},
         "schedule": run.pipeline.schedule if staged else None,
-        "microbatches": recipe.num_microbatches(run, shape), "accumulation": run.batch.accumulation,
+        "microbatches": build.num_microbatches(run, shape), "accumulation": run.batch.accumulation,
         "global_size": run.batch.global_size, "sequence_length": run.batch.sequence_length,
         "remat": run.remat.policy,
     }  # fmt: skip

@@ -17,16 +17,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist import recipe
-from jaxdist.planner import layouts, rules
+from jaxdist.planner import layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
 from jaxdist.telemetry.units import time_text
+from jaxdist.trainer import build
+from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
 SURE = 0.02  # but they do rank variants of one, which share their errors
@@ -163,9 +163,9 @@ def search(
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
     hunt = _Hunt(target, options or CompileOptions(), began + 60 * minutes, say)
     stopped = hunt.compile_best(fitting, finalists)
-    tokens = run.batch.global_size * recipe.targets_per_sample(run) / target.num_devices
-    depth = max(layouts.depth_of(spec), rules.MIN_LAYERS)
-    rule = rules.rule_of_thumb(spec.parameter_count, target, depth, tokens)
+    tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
+    depth = max(layouts.depth_of(spec), rules_of_thumb.MIN_LAYERS)
+    rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens)
     ruled = [one for one in fitting if _as_rule(one, rule)]
     if ruled and hunt.has_time() and not any(_as_rule(one.layout, rule) for one in hunt.done):
         hunt.compile(ruled[0])
@@ -297,14 +297,14 @@ def _left_out(one: Candidate, ranked: Sequence[Compiled]) -> str:
     return f"{alike} on these axes were compiled" if alike >= ALIKE else "less promising"
 
 
-def _as_rule(one: Candidate, rule: rules.Suggestion) -> bool:
+def _as_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
     same = all(
         one.shape.sizes[axis] == getattr(rule, axis) for axis in ("pipeline", "data", "fsdp", "tensor")
     )
     return same and (rule.fsdp == 1 or one.run.mesh.zero == rule.zero)
 
 
-def _compared(rule: rules.Suggestion, found, fitting, ranked: Sequence[Compiled]) -> dict[str, Any]:
+def _compared(rule: rules_of_thumb.Suggestion, found, fitting, ranked: Sequence[Compiled]) -> dict[str, Any]:
     """Returns the rule of thumb's layout and how it compares with the best."""
     said = {"overrides": list(rule.overrides), "reasons": list(rule.reasons)}
     for place, one in enumerate(ranked):

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jaxdist import recipe, stages
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
-from jaxdist.workdir import model_flops
+from jaxdist.trainer import build, pipeline_report
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.workdir import model_flops
 
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
@@ -108,12 +108,12 @@ def estimate(
     found: Sequence[Collective],
 ) -> Time:
     """Returns the time of a run's compiled step; see `estimate_program`."""
-    outlook = stages.outlook(run, spec, rules)
+    outlook = pipeline_report.outlook(run, spec, rules)
     return estimate_program(
         module,
         found,
         target,
-        tokens=run.batch.global_size * recipe.targets_per_sample(run),
+        tokens=run.batch.global_size * build.targets_per_sample(run),
         flops_per_token=model_flops(run, spec),
         compute=run.precision.compute,
         bubble=outlook.simulation.bubble if outlook else 0.0,

@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 
-from jaxdist import recipe, workdir
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
+from jaxdist.trainer import build, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # 0.12 puts "E1000: CompileTimeHbmOom:" before it.
@@ -83,12 +83,12 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     return {"entry": str(path), "cached": cached, "notes": notes}
 
 
-def lower(run: recipe.RunConfig, devices: Any, platform: str) -> tuple[jax.sharding.Mesh, Any]:
+def lower(run: run_config.RunConfig, devices: Any, platform: str) -> tuple[jax.sharding.Mesh, Any]:
     """Returns the mesh over these devices and the run's step lowered for it, made from shapes."""
-    shape, rules, spec = recipe.validate(run, devices, with_data=False)
+    shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
-    built = recipe.build_step(run, spec, mesh, rules)
-    batch = recipe.batch_shapes(run, run.batch.global_size)
+    built = build.build_step(run, spec, mesh, rules)
+    batch = build.batch_shapes(run, run.batch.global_size)
     where = built.batch_shardings(batch)
     batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()}
     traced = built.step.trace(built.abstract_state, batch)

@@ -31,7 +31,7 @@ _POLL_S = 0.25
 _PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
 _GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
 # In the stack of a process that waits for others outside a step: a collective, joining, their devices.
-_WAITS = ("multihost", "/distributed.py", "xla_bridge.py", "peers.py")
+_WAITS = ("multihost", "/distributed.py", "xla_bridge.py", "consistency.py", "coordination.py")
 _RESULT = "jax/_src/array.py"  # of a process that waits for a step's result: its own devices, or the others
 _LEVEL_S = 1.0  # for those that are level to speak, before the end of this one ends them
 _DUMP_S, _PRINT_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end

@@ -22,10 +22,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import recipe, resume
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.models.transformer import Transformer
+from jaxdist.trainer import build as run_build
+from jaxdist.trainer import restore as resume
 
 RANK = int(os.environ.get("JAXDIST_PROCESS_ID", "0"))
 LEDGER = Path(os.environ.get("FAULTY_LEDGER", "."))
@@ -205,7 +206,7 @@ class Recorded:
 def install() -> None:
     """Puts the ledger and the faults where a run passes."""
     orders = Orders()
-    build, begin_save = recipe.build_step, CheckpointStore._start
+    build, begin_save = run_build.build_step, CheckpointStore._start
     attempt, skipping, head = CheckpointStore._attempt, resume.SkippingDataset, Transformer.head
 
     def build_step(*given, **options):
@@ -227,7 +228,7 @@ def install() -> None:
         sick_B = jnp.isin(batch["sample"], jnp.asarray(SAMPLES, jnp.int32))
         return head(model, jnp.where(sick_B[:, None, None], jnp.nan, x_BSD), batch)
 
-    recipe.build_step = build_step
+    run_build.build_step = build_step
     CheckpointStore._start, CheckpointStore._attempt = start, restore
     resume.SkippingDataset = lambda dataset, windows: skipping(dataset, windows or WINDOWS)
     if SAMPLES:

@@ -16,12 +16,13 @@ from pathlib import Path
 import yaml
 
 from jaxdist.parallel import placement
+from jaxdist.trainer import build
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path.insert(0, str(ROOT))
 
-from jaxdist import config, recipe  # noqa: E402
+from jaxdist import config  # noqa: E402
 from jaxdist.config import annotations  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
 from jaxdist.parallel import sharding  # noqa: E402
@@ -29,11 +30,15 @@ from jaxdist.parallel.mesh import (  # noqa: E402
     MeshConfig,
     resolve_mesh,  # noqa: E402
 )
-from jaxdist.planner import rules, targets  # noqa: E402
+from jaxdist.planner import (  # noqa: E402
+    rules_of_thumb,
+    targets,  # noqa: E402
+)
 from jaxdist.protocols.model_spec import (  # noqa: E402
     ModelSpec,
     describe,  # noqa: E402
 )
+from jaxdist.trainer import run_config  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
@@ -83,10 +88,10 @@ def jobset_text() -> str:
     return json.dumps(yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text()), indent=1) + "\n"
 
 
-def rule(model: str, target: str, tokens: int | None = None) -> rules.Suggestion:
+def rule(model: str, target: str, tokens: int | None = None) -> rules_of_thumb.Suggestion:
     """Returns what the rule of thumb says of a model such as "70b"."""
     billions = float(model.removesuffix("b"))
-    return rules.rule_of_thumb(billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens)
+    return rules_of_thumb.rule_of_thumb(billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens)
 
 
 def rules_text() -> str:
@@ -101,7 +106,7 @@ def rules_text() -> str:
 
 def config_keys_text() -> str:
     """Returns a line for every leaf key of a run of the default model: path, type, default."""
-    schema = recipe.full_schema(registry.DEFAULT_TARGET)
+    schema = run_config.full_schema(registry.DEFAULT_TARGET)
     rows = [
         f"{path:<32} {annotations.describe(field.type)} = {field.default!r}" for path, field in schema.items()
     ]
@@ -109,9 +114,9 @@ def config_keys_text() -> str:
 
 
 @cache
-def run_of(name: str) -> recipe.RunConfig:
+def run_of(name: str) -> run_config.RunConfig:
     """Returns a shipped config."""
-    return recipe.from_config(config.load(name, folders=[ROOT / "configs"]))
+    return run_config.from_config(config.load(name, folders=[ROOT / "configs"]))
 
 
 @cache
@@ -128,7 +133,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         shape = resolve_mesh(mesh, mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor)
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
-            table = placement.explain(recipe.placements(run, spec, sharding.build_rules(mesh, shape)))
+            table = placement.explain(build.placements(run, spec, sharding.build_rules(mesh, shape)))
         except config.ConfigError as error:
             table = "refused\n" + str(error)
         parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")

@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from jaxdist import convert, interop, pretrained, recipe
+from jaxdist import convert, interop
 from jaxdist.config import trees
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build, pretrained, run_config, validation
 from support.paths import DATA
 
 FOLDERS = DATA / "huggingface"
@@ -37,15 +38,15 @@ class Opened(NamedTuple):
 
 def opened(folder, changes=None, devices=8):
     """Returns the folder opened for the first `devices` devices, or for one without changes."""
-    config = recipe.default_config()
+    config = run_config.default_config()
     own = {"init.from_huggingface": str(folder), "batch.global_size": 8, "batch.sequence_length": 16}
     config.update_from_flattened_dict(own | (changes or {}))
     pretrained.adopt(config, ("data.tokenizer",))
-    run = recipe.from_config(config)
+    run = run_config.from_config(config)
     devices = jax.devices()[: devices if changes else 1]
-    _, rules, spec = recipe.validate(run, devices)
+    _, rules, spec = validation.validate(run, devices)
     mesh = build_mesh(run.mesh, devices)
-    built = recipe.build_step(run, spec, mesh, rules)
+    built = build.build_step(run, spec, mesh, rules)
     wanted = pretrained.base_parameters(run, built.views.abstract)
     tensors = interop.open_weights(folder, run.model_options, {p: x.shape for p, x in wanted.items()})
     return Opened(spec, rules, mesh, built, tensors, wanted)
@@ -113,11 +114,11 @@ def shapes_of(tree):
 
 def loaded(folder):
     """Returns spec and parameters of a Hugging Face folder."""
-    config = recipe.default_config()
+    config = run_config.default_config()
     config.update_from_flattened_dict({"init.from_huggingface": str(folder)})
     pretrained.adopt(config, ("data.tokenizer",))
-    run = recipe.from_config(config)
-    spec = recipe.model_spec(run)
+    run = run_config.from_config(config)
+    spec = build.model_spec(run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = shapes_of(spec.trainable)
     wanted = {path: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=here) for path, dims in shapes.items()}

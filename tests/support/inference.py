@@ -6,9 +6,10 @@ import random
 import jax
 import pytest
 
-from jaxdist import inference, loop
-from jaxdist.decoding import SamplingConfig
-from jaxdist.recipe import default_config, from_config
+from jaxdist.evaluation import trained_run
+from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.trainer import trainer
+from jaxdist.trainer.run_config import default_config, from_config
 
 STEPS = 4
 TOP = SamplingConfig(temperature=0.7, top_k=40)
@@ -42,18 +43,18 @@ def trained_fixture(tmp_path_factory):
     """Returns the workdir of a finished run and its last state."""
     assert jax.device_count() == 8
     folder = tmp_path_factory.mktemp("run")
-    state = loop.run(tiny_config(folder), folder / "workdir")
+    state = trainer.run(tiny_config(folder), folder / "workdir")
     return folder / "workdir", state
 
 
 @pytest.fixture(scope="module", name="here")
 def here_fixture(trained):
-    return inference.load_run(trained[0])
+    return trained_run.load_run(trained[0])
 
 
 @pytest.fixture(scope="module", name="alone")
 def alone_fixture(trained):
-    return inference.load_run(trained[0], devices=jax.devices()[:1])
+    return trained_run.load_run(trained[0], devices=jax.devices()[:1])
 
 
 @pytest.fixture(name="command")

@@ -9,21 +9,22 @@ import tracemalloc
 
 import jax
 
-from jaxdist import interop, pretrained, recipe
+from jaxdist import interop
 from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
+from jaxdist.trainer import build, pretrained, run_config, validation
 
 
 def main(folder: str, mesh: str) -> None:
     initialize.prepare()
-    config = recipe.default_config()
+    config = run_config.default_config()
     own = {"init.from_huggingface": folder, "data.source": "bin", "data.path": "none", "batch.global_size": 8}
     sizes = {f"mesh.{axis}": int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
     config.update_from_flattened_dict(own | sizes)
     pretrained.adopt(config)
-    run = recipe.from_config(config)
-    _, rules, spec = recipe.validate(run, jax.devices(), with_data=False)
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    run = run_config.from_config(config)
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     wanted = pretrained.base_parameters(run, built.views.abstract)
     tensors = interop.open_weights(folder, run.model_options, {p: x.shape for p, x in wanted.items()})
     tracemalloc.start()

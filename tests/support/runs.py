@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import command_line
 from jaxdist import train as train_command
 from jaxdist.checkpoint.files import read_step, step_path
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import cli
 
 TINY = {
     "train.steps": 60,
@@ -109,7 +109,7 @@ def overrides(*settings: str) -> list[str]:
 def refused(capsys, *arguments: str) -> list[str]:
     """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
     with pytest.raises(SystemExit) as stopped:
-        command_line.main_with_config_errors(lambda: train_command.main(list(arguments)))
+        cli.main_with_config_errors(lambda: train_command.main(list(arguments)))
     assert stopped.value.code == 78
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("error: ") for line in lines)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxdist import interop, recipe
+from jaxdist import interop
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILE
@@ -18,10 +18,11 @@ from jaxdist.interop import peft
 from jaxdist.interop.families import Family
 from jaxdist.models import lora, registry
 from jaxdist.protocols.model_spec import describe, stored_dtype
-from jaxdist.recipe import RunConfig
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build
+from jaxdist.trainer.run_config import RunConfig
 
 
 def adopt(config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None) -> None:
@@ -108,7 +109,7 @@ def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Ar
 
 def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any]:
     """Returns what makes of a kernel, in its shards, what a quantised base keeps of it."""
-    found = lora.kernels(recipe.model_spec(config).abstract_model)
+    found = lora.kernels(build.model_spec(config).abstract_model)
     there = trees.flatten_names(flat.frozen)
 
     def settle(path: str, kernel: jax.Array) -> Any:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import config as configs
-from jaxdist import recipe
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.parallel.mesh import AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
-from jaxdist.recipe import RunConfig
+from jaxdist.trainer import run_config, validation
+from jaxdist.trainer.run_config import RunConfig
 
 JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with
@@ -102,7 +102,7 @@ def _small_model(model: Mapping[str, Any], num_devices: int, length: int) -> dic
 
 def _refuse_if_large(run: RunConfig) -> None:
     one = with_values(run, ONE_DEVICE)
-    spec = recipe.validate(one, jax.devices()[:1])[2]
+    spec = validation.validate(one, jax.devices()[:1])[2]
     if spec.parameter_count > LARGEST_AS_IS:
         missing = ", ".join(sorted(set(SIZES) - set(run.model)))
         raise ConfigError(
@@ -117,7 +117,7 @@ def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads at once.
     """
     flat = configs.flatten(configs.to_config_dict(run))
-    return recipe.from_config(configs.unflatten(flat | dict(overrides)))
+    return run_config.from_config(configs.unflatten(flat | dict(overrides)))
 
 
 # --- the layouts ----------------------------------------------------------------------------------

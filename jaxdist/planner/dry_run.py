@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from jaxdist import recipe, stages
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import AXES, MeshConfig, build_mesh
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
-from jaxdist.recipe import RunConfig
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build, pipeline_report, validation
+from jaxdist.trainer.run_config import RunConfig
 
 Say = Callable[[str], None]
 
@@ -28,20 +28,20 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     Raises:
       ConfigError: every fault of the run except those of `data.*`, which are only said.
     """
-    shape, rules, spec = recipe.validate(run, devices, with_data=False)
+    shape, rules, spec = validation.validate(run, devices, with_data=False)
     platform = devices[0].platform
     say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
-    say(recipe.counts(run, spec))
-    say(recipe.batch_arithmetic(run, shape))
-    for line in stages.lines(run, spec, rules):
+    say(build.counts(run, spec))
+    say(build.batch_arithmetic(run, shape))
+    for line in pipeline_report.lines(run, spec, rules):
         say(line)
     for fault in run.data.faults():
         say(f"data, before training: {fault}")
-    say("\n" + explain(recipe.placements(run, spec, rules)))
+    say("\n" + explain(build.placements(run, spec, rules)))
     flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     known = flags if flags in ("tpu", "gpu", "cpu") else "cpu"
     say("\n" + platform_flags.flag_table(known))  # type: ignore[arg-type]
-    built = recipe.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])
     together = memory.accounted_peak(components)
@@ -76,7 +76,7 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     Raises:
       ConfigError: the compiler refuses it, as a device's memory does not hold it.
     """
-    batch = recipe.batch_shapes(run, run.batch.global_size)
+    batch = build.batch_shapes(run, run.batch.global_size)
     where = built.batch_shardings(batch)
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in batch.items()

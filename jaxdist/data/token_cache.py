@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import Corpus, Document
-from jaxdist.data.formats import TokenFile, TokenStore, group_of
+from jaxdist.data.sources import Corpus, Document
+from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer, digest
 
 _VERSION = 1  # of the layout above; part of the key

@@ -27,18 +27,11 @@ from jaxdist.models import lora
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import (
-    RunConfig,
-    batch_shapes,
-    from_config,
-    harmless_on_resume,
-    placements,
-    run_fingerprint,
-    targets_per_sample,
-)
 from jaxdist.step.gradients import build_objective
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
+from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
+from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resume, run_fingerprint
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"

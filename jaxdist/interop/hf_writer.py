@@ -24,9 +24,9 @@ from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import fingerprint, manifest
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
-from jaxdist.interop import derivation
+from jaxdist.interop import hf_config
 from jaxdist.interop.families import LAYER, Family
-from jaxdist.interop.reading import INDEX, SINGLE, homeless, stored_shapes
+from jaxdist.interop.hf_reader import INDEX, SINGLE, homeless, stored_shapes
 
 KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
 GENERATION = "generation_config.json"
@@ -40,7 +40,7 @@ _DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dty
 def copy_small_files(source: Path | str, target: Path) -> None:
     """Copies what of a Hugging Face folder says how to use its weights, if it is there at all."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in (derivation.CONFIG, GENERATION, *TOKENIZER_FILES):
+    for name in (hf_config.CONFIG, GENERATION, *TOKENIZER_FILES):
         if (file := Path(source) / name).is_file():
             shutil.copyfile(file, target / name)
 
@@ -114,7 +114,7 @@ def export(
         place = (slice(None),) * stored.axis + (slice(start, start + shape[stored.axis]),)
         for layer, x in enumerate(value if part.path.startswith(LAYER) else [value]):
             views[stored.name.format(layer)][place] = x.transpose(order).reshape(shape)
-    _write_json(target / derivation.CONFIG, dict(fields) | {"torch_dtype": dtype})
+    _write_json(target / hf_config.CONFIG, dict(fields) | {"torch_dtype": dtype})
     return total
 
 

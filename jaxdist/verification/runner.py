@@ -13,13 +13,23 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist import recipe
 from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import FloatName, PrecisionConfig
-from jaxdist.recipe import RunConfig
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build, validation
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.verification.cases import (
+    ONE_DEVICE,
+    Layout,
+    layouts_for,
+    moved_moments,
+    moved_parameters,
+    shrink,
+    synthetic_batch,
+    with_values,
+)
 from jaxdist.verification.comparison import (
     HEADER,
     WIDTH,
@@ -30,16 +40,6 @@ from jaxdist.verification.comparison import (
     compare,
     rounding_alone,
     row,
-)
-from jaxdist.verification.subject import (
-    ONE_DEVICE,
-    Layout,
-    layouts_for,
-    moved_moments,
-    moved_parameters,
-    shrink,
-    synthetic_batch,
-    with_values,
 )
 
 Log = Callable[[str], None]
@@ -85,10 +85,10 @@ def compile_layout(
         stored: FloatName = "float32" if precision == "float32" else run.precision.params
         this = dataclasses.replace(run, precision=PrecisionConfig(stored, precision))
         with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
-            _, rules, spec = recipe.validate(this, devices)
+            _, rules, spec = validation.validate(this, devices)
             if spec.streams and this.batch.accumulation > 1:
                 raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
-            built = recipe.build_step(this, spec, build_mesh(this.mesh, devices), rules)
+            built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
             where = built.batch_shardings(batch)
             inputs = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.corpora import DataConfig, File, find_files
+from jaxdist.data.sources import DataConfig, File, find_files
 from jaxdist.data.tokenizer import digest
 
 BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together

@@ -1,6 +1,6 @@
 """How probable given texts are to a model: log-probabilities, token by token, in fixed shapes.
 
-The model gives what `jaxdist.decoding` asks of it. A text is read in parts against the cache, so
+The model gives what `jaxdist.inference.decoding` asks of it. A text is read in parts against the cache, so
 logits of a whole one are never in memory.
 
 Shapes: B rows, W width, V vocabulary.
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.decoding import Spec, Tree, bucket, in_compute_dtype, placed
+from jaxdist.inference.decoding import Spec, Tree, bucket, in_compute_dtype, placed
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
 

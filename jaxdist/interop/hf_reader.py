@@ -19,8 +19,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.derivation import derive, different, read_config, settled
 from jaxdist.interop.families import LAYER, Family, Part, Stored
+from jaxdist.interop.hf_config import derive, different, read_config, settled
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")

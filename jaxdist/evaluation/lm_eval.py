@@ -16,8 +16,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from jaxdist.config import ConfigError, suggest
-from jaxdist.decoding import SamplingConfig
-from jaxdist.inference import TrainedRun, Watch
+from jaxdist.evaluation.trained_run import TrainedRun, Watch
+from jaxdist.inference.decoding import SamplingConfig
 
 SHIPPED = Path(__file__).parent / "tasks"  # read offline; a task's own files are beside it
 _ANSWER_TOKENS = 256  # at most, where a task does not say

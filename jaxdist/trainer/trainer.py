@@ -14,26 +14,27 @@ import jax
 import numpy as np
 
 from jaxdist import config as configs
-from jaxdist import keepsakes, recipe, resume, stages, workdir
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import extras
 from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
-from jaxdist.decoding import Generate, build_generator
 from jaxdist.distributed import consistency, coordination, straggler
-from jaxdist.evaluation import evaluate
+from jaxdist.inference.decoding import Generate, build_generator
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.recipe import RunConfig
 from jaxdist.resilience import elastic, preemption
 from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.resume import Given, Outcome, Progress
+from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, speak
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
+from jaxdist.trainer import build as run_build
+from jaxdist.trainer import final_outputs, pipeline_report, restore, run_config, validation, workdir
+from jaxdist.trainer.restore import Given, Outcome, Progress
+from jaxdist.trainer.run_config import RunConfig
 
 AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
 
@@ -76,7 +77,7 @@ def carry_out(
     say = speak if lead else lambda _: None
     asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     build = given and given.build
-    shape, rules, spec = recipe.validate(config, devices, with_data=given is None, build=build)
+    shape, rules, spec = validation.validate(config, devices, with_data=given is None, build=build)
     with contextlib.ExitStack() as lock:
         watch = watch or lock.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
@@ -97,18 +98,18 @@ def carry_out(
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         if lead:
             about = workdir.describe_run(config, spec, rules, devices, dataset)
-            workdir.write_json(folder / workdir.RUN, about | stages.describe(config, spec, rules))
-        say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {recipe.counts(config, spec)}")
-        say(recipe.batch_arithmetic(config, shape))
-        for line in stages.lines(config, spec, rules):
+            workdir.write_json(folder / workdir.RUN, about | pipeline_report.describe(config, spec, rules))
+        say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {run_build.counts(config, spec)}")
+        say(run_build.batch_arithmetic(config, shape))
+        for line in pipeline_report.lines(config, spec, rules):
             say(line)
         mesh = build_mesh(config.mesh, devices)
-        built = recipe.build_step(config, spec, mesh, rules, optimizer=given and given.optimizer)
+        built = run_build.build_step(config, spec, mesh, rules, optimizer=given and given.optimizer)
         decodes, compute = hasattr(spec.model_class, "decode"), config.precision.compute
         generate = build_generator(spec, mesh, rules, compute=compute) if decodes else None
         with store:
             with workdir.logs_bad_checkpoints(folder, enabled=lead):
-                state, progress, data = resume.begin(config, built, dataset, store, folder, watch, given)
+                state, progress, data = restore.begin(config, built, dataset, store, folder, watch, given)
             speed = workdir.throughput(config, spec, devices)
             with (
                 contextlib.closing(_writers(config, folder, progress, lead)) as writer,
@@ -210,7 +211,7 @@ class Session:
             return state
         self.writer.event("stop", self.progress.step, reason="finished")
         self._at("end", self.progress.step)
-        keepsakes.leave(
+        final_outputs.leave(
             self.config, self.folder, self.built.views.flat(state), tokenizer=self.dataset.tokenizer,
             generate=self.generate, display=self.display,
         )  # fmt: skip
@@ -261,7 +262,7 @@ class Session:
         elapsed_s, allowed, found = self._elapsed_s(), self.config.health.max_rollbacks, None
         if fault.policy == "rollback" and len(self.dataset.windows) < allowed:
             abstract = self.built.views.abstract
-            found = resume.roll_back(self.store, self.folder, abstract, self.dataset, fault)
+            found = restore.roll_back(self.store, self.folder, abstract, self.dataset, fault)
         self._report_saves()
         if found is None:
             cure = f"lower optimizer.learning_rate, or look at the data from step {fault.first} on"
@@ -322,7 +323,7 @@ class Session:
         return ProfileWindow(self.folder, wanted.start_step, wanted.num_steps, enabled=lead)
 
     def _loader(self, split: str = "train", start: int | None = None) -> Loader:
-        shardings = resume.abstract_batch(self.config, self.built, self.dataset)
+        shardings = restore.abstract_batch(self.config, self.built, self.dataset)
         return Loader(
             self.dataset,
             global_size=self.config.batch.global_size,
@@ -390,9 +391,12 @@ class Session:
         if self.store.should_save(number, time.monotonic(), last=ended, stopped=stopped):
             self._count_tokens()
             progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
-            fingerprints = {"config": recipe.run_fingerprint(self.config), "data": self.dataset.fingerprint}
+            fingerprints = {
+                "config": run_config.run_fingerprint(self.config),
+                "data": self.dataset.fingerprint,
+            }
             metadata = {
-                "progress": progress, "fingerprints": fingerprints, resume.SKIPPED: self.dataset.windows
+                "progress": progress, "fingerprints": fingerprints, restore.SKIPPED: self.dataset.windows
             }  # fmt: skip
             self.store.save(number, self.built.views.flat(state), metadata, wait=ended)
         self._report_saves()

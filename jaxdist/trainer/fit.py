@@ -17,19 +17,19 @@ import optax
 from flax import nnx
 
 from jaxdist import config as configs
-from jaxdist import loop, recipe
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
-from jaxdist.data.given import Batches, open_given
-from jaxdist.decoding import Generation, SamplingConfig, build_generator
+from jaxdist.data.user_batches import Batches, open_given
+from jaxdist.inference.decoding import Generation, SamplingConfig, build_generator
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe
-from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience import preemption
-from jaxdist.resume import Given, Outcome
 from jaxdist.telemetry.metrics import Rows, read_rows
+from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer.restore import Given, Outcome
+from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
 _TARGET = f"{registry.__name__}:{registry.Given.__name__}"
@@ -83,7 +83,7 @@ def fit(
     where = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
     given = Given(build, dataset, transform, initial)
     try:
-        outcome = loop.carry_out(config, where, title=where.name, devices=devices, given=given)
+        outcome = trainer.carry_out(config, where, title=where.name, devices=devices, given=given)
     except LayoutError as error:
         raise ConfigError(error.faults) from error
     state = outcome.built.views.flat(outcome.state)
@@ -199,5 +199,5 @@ def _config(own: dict[str, Any], usual: dict[str, Any], settings: Mapping[str, A
     free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
     if taken := [key for key in settings if key in own and key not in free]:
         raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
-    defaults = configs.flatten(recipe.default_config(_TARGET))
-    return recipe.from_config(configs.unflatten(defaults | usual | own | dict(settings)))
+    defaults = configs.flatten(run_config.default_config(_TARGET))
+    return run_config.from_config(configs.unflatten(defaults | usual | own | dict(settings)))

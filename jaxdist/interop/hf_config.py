@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, suggest
+from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
-from jaxdist.interop.rules import Source, shortest_period, spread
 from jaxdist.models.transformer import TransformerConfig
 
 CONFIG = "config.json"

@@ -11,12 +11,12 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxdist import config as configs
-from jaxdist import pretrained, workdir
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.models import registry
-from jaxdist.recipe import RunConfig, from_config, full_schema, model_defaults
 from jaxdist.resilience.run_progress import default_workdir
+from jaxdist.trainer import pretrained, workdir
+from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
 
 
 def parse(

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxdist import pretrained, workdir
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manager as checkpoints
 from jaxdist.checkpoint.files import CheckpointError
@@ -24,11 +23,12 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import Build, RunConfig
 from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import pretrained, workdir
+from jaxdist.trainer.run_config import Build, RunConfig
 
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
 

@@ -21,21 +21,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist import config as configs
-from jaxdist import evaluation, recipe, workdir
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointStore
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
 from jaxdist.distributed import initialize
+from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
+from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig
-from jaxdist.scoring import Scorer, build_scorer, windows
+from jaxdist.step import evaluation
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build, validation, workdir
+from jaxdist.trainer.run_config import RunConfig
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
 _ROUND = 32  # new tokens before the first look for a stop string; twice as many before each next
@@ -92,7 +93,7 @@ def load_run(
     devices = list(jax.devices() if devices is None else devices)
     config, rules, spec = _fitted(config, devices, mesh)
     placed = build_mesh(config.mesh, devices)
-    built = recipe.build_step(config, spec, placed, rules)
+    built = build.build_step(config, spec, placed, rules)
     checkpoints = workdir.checkpoints_folder(folder, config)
     with CheckpointStore(checkpoints, config.checkpoint, mode="read") as store:
         restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
@@ -120,7 +121,7 @@ def _fitted(
     for number, choice in enumerate(meshes, 1):
         fitted = dataclasses.replace(config, mesh=choice, batch=batch)
         try:
-            _, rules, spec = recipe.validate(fitted, devices, with_data=False)
+            _, rules, spec = validation.validate(fitted, devices, with_data=False)
             return fitted, rules, spec
         except ConfigError:
             if number == len(meshes):

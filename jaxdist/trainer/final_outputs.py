@@ -6,14 +6,14 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import workdir
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
-from jaxdist.decoding import Generate, SamplingConfig
-from jaxdist.recipe import RunConfig
+from jaxdist.inference.decoding import Generate, SamplingConfig
 from jaxdist.report_page import html, summary
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import Display
+from jaxdist.trainer import workdir
+from jaxdist.trainer.run_config import RunConfig
 
 
 def leave(

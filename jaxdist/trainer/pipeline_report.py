@@ -24,9 +24,10 @@ from jaxdist.parallel.pipeline.schedules import (
 )
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.recipe import RunConfig, batch_shapes, staging, targets_per_sample
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.workdir import model_flops
+from jaxdist.trainer.build import batch_shapes, staging, targets_per_sample
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.workdir import model_flops
 
 MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
 Edges = Literal["sharded", "replicated", "last"]

@@ -1,0 +1,117 @@
+"""What is built of a RunConfig: the model's spec, placements, batches and the train step."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxdist.data import sample_shapes
+from jaxdist.models import lora as adapters
+from jaxdist.models import registry
+from jaxdist.optim import schedules
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.parallel.placement import Placement, place
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
+from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
+from jaxdist.trainer.run_config import Build, RunConfig
+
+
+def shares_vocabulary(run: RunConfig, spec: ModelSpec) -> bool:
+    """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know their part."""
+    return run.pipeline.edges == "sharded" and getattr(spec.model_class, "casts_itself", False)
+
+
+def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
+    """Returns the spec of a run's model, with its adapters.
+
+    Raises:
+      ConfigError: it cannot be built so.
+    """
+    build = adapters.adapted(build or registry.build_function(run.model_class, run.model_options), run.lora)
+    return describe(build, frozen=run.optimizer.frozen, rules=run.sharding.rules)
+
+
+def build_step(
+    run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules, *,
+    optimizer: optax.GradientTransformation | None = None,
+) -> TrainStep:  # fmt: skip
+    """Returns the train step of a validated run on a mesh: the one that everything uses.
+
+    An `optimizer` that is given stands for that of the config.
+    """
+    schedule = schedules.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
+    step = StepConfig(
+        seed=run.seed,
+        accumulation=run.batch.accumulation,
+        compute=run.precision.compute,
+        params=run.precision.params,
+        reduce=run.precision.reduce,
+        remat=run.remat.policy,
+        ema_decay=run.train.ema_decay,
+        staging=staging(run, spec, rules.shape),
+    )
+    return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
+
+
+def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:
+    """Returns how a pipeline cuts up the model's layers; None without one."""
+    if shape.sizes["pipeline"] == 1:
+        return None
+    return Staging(run.pipeline, spec.depth, shape.sizes["pipeline"], spec.period)
+
+
+def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:
+    """Returns where every parameter lies.
+
+    Raises:
+      ConfigError: dims that an axis does not divide.
+    """
+    cut = staging(run, spec, rules.shape)
+    parameters = (cut.staged_spec(spec) if cut else spec).named_parameters()
+    return place({path: (_as_stored(x, run), names) for path, (x, names) in parameters.items()}, rules)
+
+
+def _as_stored(x: jax.ShapeDtypeStruct, run: RunConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params))
+
+
+def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of a batch of `size` samples, as the run's dataset makes it."""
+    sample = sample_shapes(run.data, run.batch.sequence_length).items()
+    return {name: jax.ShapeDtypeStruct((size, *dims), dtype) for name, (dims, dtype) in sample}
+
+
+def targets_per_sample(run: RunConfig) -> int:
+    """Returns how many targets a sample has, which speeds and FLOPs are told by; images have one."""
+    return math.prod(sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0])
+
+
+def counts(run: RunConfig, spec: ModelSpec) -> str:
+    """Returns how many parameters there are, and how many of them are trained."""
+    return adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts
+
+
+def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
+    """Returns the microbatches of an accumulation step: 4 x stages by default, 1 without a pipeline."""
+    stages = shape.sizes["pipeline"]
+    return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
+
+
+def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
+    """Returns the one line that says how the global batch is made up."""
+    batch, flow = run.batch, num_microbatches(run, shape)
+    each = batch.global_size // (batch.accumulation * flow * shape.batch_shards)
+    unit, tokens = "samples", ""
+    if run.data.is_text:
+        total = batch.global_size * batch.sequence_length
+        unit, tokens = "sequences", f"; x {batch.sequence_length} tokens = {total:,} tokens a step"
+    return (
+        f"batch: {batch.global_size} {unit} a step = {batch.accumulation} accumulation x "
+        f"{f'{flow} microbatches x ' if flow > 1 else ''}{shape.batch_shards} batch shards x "
+        f"{each} per device{tokens}"
+    )

@@ -1,0 +1,179 @@
+"""RunConfig: the whole of a run, composed of its components' configs, and the rules between them.
+
+The only place where one component's values are checked against another's. All faults are reported
+at once, before anything compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxdist import config as configs
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.config import Schema
+from jaxdist.data import DataConfig
+from jaxdist.models import registry
+from jaxdist.models.lora import LoraConfig
+from jaxdist.optim import schedules
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.parallel.pipeline.partition import PipelineConfig
+from jaxdist.parallel.precision import PrecisionConfig
+from jaxdist.parallel.remat import RematConfig
+from jaxdist.protocols.param_names import ShardingConfig
+from jaxdist.resilience.health import HealthConfig
+from jaxdist.resilience.watchdog import WatchdogConfig
+from jaxdist.telemetry.profile import ProfileConfig
+
+Build = Callable[[nnx.Rngs], nnx.Module]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train and how often to look."""
+
+    steps: int = 1000  # optimizer updates, >= 1
+    max_minutes: float = 0.0  # minutes of training after which run and decay end; 0 = no end
+    log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
+    eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
+    ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
+    tensorboard: bool = False  # also write event files to WORKDIR/tensorboard (extra tensorboard)
+    sample_tokens: int = 0  # tokens of sample text written at the end; 0 = no sample
+    sample_prompt: str = "\n"  # what the sample goes on from
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The global batch: global_size = accumulation x batch shards x sequences per device."""
+
+    global_size: int = 16  # sequences per step, >= 1
+    sequence_length: int = 128  # tokens per sequence, >= 1
+    accumulation: int = 1  # sequential parts of a step, divides global_size
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """What a run begins with."""
+
+    from_huggingface: str = ""  # folder with config.json and safetensors: its model and weights; "" = random
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run, resolved. `model` holds the options of `model.target`'s class."""
+
+    seed: int = 0  # of everything random: init, data order, dropout
+    train: TrainConfig = field(default_factory=TrainConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    init: InitConfig = field(default_factory=InitConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def model_class(self) -> type:
+        return registry.find_model(self.model["target"])
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.model.items() if name != "target"}
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.model.get("vocab_size")
+
+
+# --- what may change on resume --------------------------------------------------------------------
+
+HARMLESS = (
+    "mesh.*",
+    "remat.*",
+    "pipeline.*",
+    "checkpoint.*",
+    "profile.*",
+    "watchdog.*",
+    "health.*",
+    "batch.accumulation",
+    "train.log_every",
+    "train.eval_every",
+    "train.sample_*",
+    "train.tensorboard",
+    "data.cache_dir",
+    "data.prefetch",
+    "data.validation_tokens",
+    "model.loss_chunk",
+)
+
+
+def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
+    """Returns the patterns of keys whose change leaves the losses what they are."""
+    if schedules.depends_on_train_steps(run.optimizer):
+        return HARMLESS
+    return (*HARMLESS, "train.steps", "train.max_minutes")
+
+
+def run_fingerprint(run: RunConfig) -> str:
+    """Returns the hash of all that determines the losses."""
+    flat = configs.flatten(configs.to_config_dict(run))
+    return configs.fingerprint(flat, ignore=harmless_on_resume(run))
+
+
+# --- config files and flags -> RunConfig ----------------------------------------------------------
+
+
+def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
+    """Returns the defaults of a run of the target's model; config files change it and return it."""
+    config = configs.to_config_dict(RunConfig())
+    with config.unlocked():
+        config.model = model_defaults(target)
+    return config
+
+
+def model_defaults(target: str) -> dict[str, Any]:
+    schema = configs.schema_of(registry.options_class(registry.find_model(target)))
+    # An option without a default is left out: setting it is then required.
+    known = {p: f.default for p, f in schema.items() if f.default is not configs.MISSING}
+    return {"target": target, **known}
+
+
+def full_schema(target: str) -> Schema:
+    """Returns every field of a run of this model, in order."""
+    schema = configs.schema_of(RunConfig)
+    options = registry.options_class(registry.find_model(target))
+    doc = "class, package.module:Class"
+    schema["model.target"] = configs.Field("model.target", str, registry.DEFAULT_TARGET, doc)
+    return schema | configs.schema_of(options, "model.")
+
+
+def from_config(config: ConfigDict | Mapping) -> RunConfig:
+    """Returns the RunConfig that a (possibly edited) ConfigDict describes.
+
+    Raises:
+      ConfigError: unknown keys and wrong types, all at once.
+    """
+    flat = configs.flatten(config)
+    target = flat.get("model.target", registry.DEFAULT_TARGET)
+    return configs.from_config_dict(
+        RunConfig, configs.unflatten(configs.resolve(flat, full_schema(str(target))))
+    )
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+# --- building -------------------------------------------------------------------------------------

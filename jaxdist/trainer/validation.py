@@ -1,0 +1,193 @@
+"""The rules between a run's components: all faults at once, before anything compiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+
+import jax
+
+from jaxdist.checkpoint import config as checkpoint_config
+from jaxdist.config import ConfigError
+from jaxdist.models import lora as adapters
+from jaxdist.models import registry
+from jaxdist.optim import config as optim_config
+from jaxdist.optim import optimizers
+from jaxdist.parallel import remat
+from jaxdist.parallel.mesh import MeshConfig, MeshShape, count_slices, resolve_mesh
+from jaxdist.parallel.placement import place
+from jaxdist.parallel.sharding import Rules, build_rules
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.resilience import health, watchdog
+from jaxdist.step.model_checks import examine
+from jaxdist.trainer.build import (
+    batch_shapes,
+    model_spec,
+    num_microbatches,
+    placements,
+    shares_vocabulary,
+    staging,
+)
+from jaxdist.trainer.run_config import Build, RunConfig
+
+
+def validate(
+    run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
+) -> tuple[MeshShape, Rules, ModelSpec]:
+    """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
+    found = validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data, build=build)
+    shape, _, spec = found
+    parts, stages = run.batch.accumulation * num_microbatches(run, shape), shape.sizes["pipeline"]
+    about = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
+    key = repr((*about, parts, stages))
+    if build or key not in _examined:
+        batch = batch_shapes(run, run.batch.global_size // parts)
+        if faults := examine(spec, batch, accumulation=run.batch.accumulation, stages=stages):
+            raise ConfigError(faults)
+        if not build:
+            _examined.add(key)
+    return found
+
+
+_examined: set[str] = set()  # what was found to be without fault
+
+
+def validate_on(
+    run: RunConfig,
+    num_devices: int,
+    num_slices: int | None = None,
+    *,
+    with_data: bool = True,
+    build: Build | None = None,
+) -> tuple[MeshShape, Rules, ModelSpec]:
+    """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
+
+    Args:
+      num_slices: of the devices; None where the hardware has none: as many as the mesh asks for.
+      with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
+      build: makes the model from its rngs; default: what `model.*` says.
+
+    Raises:
+      ConfigError: every fault of the run, each with its cure.
+    """
+    faults = list(_faults(run)) + (run.data.faults() if with_data else [])
+    shape = None
+    try:
+        shape = resolve_mesh(run.mesh, num_devices, num_slices or _asked_slices(run.mesh))
+    except ConfigError as error:
+        faults += error.faults
+    unbuildable = registry.option_faults(run.model_class, run.model_options) + list(adapters.faults(run.lora))
+    unbuildable += optim_config.faults(run.optimizer)  # patterns, which describe reads
+    if shape is None or unbuildable:
+        raise ConfigError(faults)
+    spec = model_spec(run, build)
+    faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
+    rules = build_rules(run.mesh, shape, vocab_over_stages=shares_vocabulary(run, spec))
+    misfits = list(_pipeline_faults(run, shape, spec))
+    try:
+        place(spec.named_parameters(), rules) if misfits else placements(run, spec, rules)
+    except ConfigError as error:
+        misfits += _merged(error.faults)
+    if faults + misfits:
+        raise ConfigError(faults + misfits)
+    return shape, rules, spec
+
+
+def _num_slices(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int:
+    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh asks for."""
+    return count_slices(devices) if devices[0].platform == "tpu" else _asked_slices(mesh)
+
+
+def _asked_slices(mesh: MeshConfig) -> int:
+    return math.prod(n for axis, n in vars(mesh.dcn).items() if axis != "force" and n > 1)
+
+
+def _merged(faults: Iterable[str]) -> list[str]:
+    """Returns the faults `parameter: text`, one for all parameters of the same text."""
+    parameters: dict[str, list[str]] = {}
+    for fault in faults:
+        parameter, _, text = fault.partition(": ")
+        parameters.setdefault(text, []).append(parameter)
+    return [
+        f"{first}{f' and {len(more)} more' if more else ''}: {text}"
+        for text, (first, *more) in parameters.items()
+    ]
+
+
+def _faults(run: RunConfig) -> Iterator[str]:
+    """Yields what is wrong without knowing any devices."""
+    positive = [("train.steps", run.train.steps), ("train.log_every", run.train.log_every)]
+    positive += [(f"batch.{name}", size) for name, size in vars(run.batch).items()]
+    yield from (f"{name}={value}: must be >= 1" for name, value in positive if value < 1)
+    if not 0 <= run.train.max_minutes < math.inf or run.train.eval_every < 0:
+        yield "train.max_minutes and train.eval_every must be >= 0 (0 = off)"
+    yield from _sample_faults(run)
+    if not 0 <= run.train.ema_decay < 1:
+        yield f"train.ema_decay={run.train.ema_decay}: must be in [0, 1); 0 keeps no average"
+    if run.train.tensorboard and find_spec("tensorboardX") is None:
+        yield 'train.tensorboard needs tensorboardX: pip install "jaxdist[tensorboard]"'
+    if run.profile.start_step < 0 or run.profile.num_steps < 1:
+        yield "profile.start_step must be >= 0 (0 = no profile) and profile.num_steps >= 1"
+    yield from remat.faults(run.remat)
+    yield from optim_config.faults(run.optimizer, run.train.steps)
+    yield from adapters.faults(run.lora)
+    if run.lora.from_peft and not run.init.from_huggingface:
+        yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
+    yield from checkpoint_config.faults(run.checkpoint)
+    yield from watchdog.faults(run.watchdog)
+    yield from health.faults(run.health)
+    yield from registry.option_faults(run.model_class, run.model_options)
+    yield from _sequence_faults(run)
+
+
+def _sample_faults(run: RunConfig) -> Iterator[str]:
+    train, rows = run.train, run.model.get("max_positions", 0)
+    if train.sample_tokens < 0:
+        yield f"train.sample_tokens={train.sample_tokens}: must be >= 0 (0 = no sample)"
+    if train.sample_tokens and not train.sample_prompt:
+        yield "train.sample_prompt is empty; give the sample something to go on from"
+    longest = len(train.sample_prompt.encode()) + train.sample_tokens
+    if run.model.get("positions") == "learned" and train.sample_tokens and 0 < rows < longest:
+        yield (
+            f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the learned "
+            f"positions (model.max_positions={rows}); lower it"
+        )
+
+
+def _sequence_faults(run: RunConfig) -> Iterator[str]:
+    rows, length = run.model.get("max_positions", 0), run.batch.sequence_length
+    if run.model.get("positions") == "learned" and 0 < rows < length:
+        yield (
+            f"batch.sequence_length={length} is longer than the model's learned positions "
+            f"(model.max_positions={rows}); shorten the sequence or raise model.max_positions"
+        )
+
+
+def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
+    if shape.sizes["pipeline"] == 1:
+        return
+    if not spec.staged:
+        model = run.model.get("name", run.model["target"])
+        yield (
+            f"mesh.pipeline={shape.sizes['pipeline']}: {model} has no stages (embed, blocks, head); "
+            f"write it so, or set mesh.pipeline=1"
+        )
+        return
+    cut = staging(run, spec, shape)
+    assert cut is not None
+    yield from cut.faults()
+
+
+def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
+    batch, flow = run.batch, num_microbatches(run, shape)
+    unit = batch.accumulation * flow * shape.batch_shards
+    if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
+        return
+    below, above = batch.global_size // unit * unit, -(-batch.global_size // unit) * unit
+    legal = f"{below} or {above}" if below else f"{above}"
+    yield (
+        f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "
+        f"{f'microbatches {flow} x ' if flow > 1 else ''}batch shards {shape.batch_shards} "
+        f"(data x fsdp x expert) = {unit}; nearest legal sizes: {legal}"
+    )
