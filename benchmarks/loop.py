@@ -28,9 +28,9 @@ from unittest import mock
 import jax
 import measuring
 import numpy as np
-import step
 from handwritten import SHAPES, Options, Shape, make_batch
 
+import step
 from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.metrics import MetricsWriter

@@ -18,9 +18,9 @@ from functools import partial
 
 import jax
 import measuring
-import step as steps
 from handwritten import SHAPES, Options, Shape
 
+import step as steps
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, bubble_fraction

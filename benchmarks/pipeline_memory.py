@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline_memory.py --out benchmarks/results/tpu-pipeline.json
 
-A case is what tests/test_pipeline_tpu.py calls by that name: size, schedule, microbatches, and fields
-of `pipeline.*`. Each is compiled by libtpu in a process of its own, one after the other: minutes each.
+A case is what tests/parallel/pipeline/test_tpu.py calls by that name: size, schedule, microbatches, and
+fields of `pipeline.*`. Each is compiled by libtpu in a process of its own, one after the other: minutes each.
 With --out a case that the file has already is left out; delete the file for fresh numbers.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
 def compiled(case: str) -> dict:
     """Returns what the compiler made of a case."""
     start = time.monotonic()
-    command = [sys.executable, str(ROOT / "tests" / "test_pipeline_tpu.py"), case]
+    command = [sys.executable, str(ROOT / "tests" / "parallel" / "pipeline" / "test_tpu.py"), case]
     child = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
     if not lines:

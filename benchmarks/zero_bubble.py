@@ -30,7 +30,7 @@ from jaxdist.models import transformer
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import precision
 from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, simulate
-from jaxdist.protocols.model import Context, shared_fields
+from jaxdist.protocols.model import BlockInfo, shared_fields
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 
@@ -88,7 +88,7 @@ class Stage:
         try:
             with precision.computing_in(self.compute):
                 fields = shared_fields(model, self.fields)
-                y, _ = block(x, Context(None, jnp.int32(0), fields))
+                y, _ = block(x, BlockInfo(None, jnp.int32(0), fields))
         finally:
             transformer.project = original
         return y, products

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxdist import config as configs
 from jaxdist import interop
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
@@ -117,7 +117,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     tensors = interop.open_weights(flags.source, values, {path: x.shape for path, x in wanted.items()})
     state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, {}, None, None)
     folder = workdir.checkpoints_folder(target, run)
-    with CheckpointStore(folder, dataclasses.replace(run.checkpoint, asynchronous=False)) as store:
+    with CheckpointManager(folder, dataclasses.replace(run.checkpoint, asynchronous=False)) as store:
         store.save(0, state, {"converted_from": str(flags.source)})
         if failed := [saved.error for saved in store.poll() if saved.error]:
             raise failed[0]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from jaxdist import config
 from jaxdist.config import ConfigError
-from jaxdist.distributed.cluster import find_agents
+from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
 from jaxdist.resilience import EXIT_PEER_LOST
-from jaxdist.resilience.supervisor import Options, Supervisor
+from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]
 _LEAST = {"processes": 1, "devices_per_process": 1, "min_processes": 1, "max_restarts": 0}
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code of the run, 78 if it cannot start, 70 if not here and now."""
     try:
         options = _options(list(sys.argv[1:] if argv is None else argv))
-        agents = find_agents(os.environ)
+        agents = find_cluster(os.environ)
         if agents.number > 1:
             _say(str(agents))
             if options.capacity_file:
@@ -53,7 +53,7 @@ def _say(text: str) -> None:
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def _options(argv: list[str]) -> Options:
+def _options(argv: list[str]) -> SupervisorOptions:
     """Returns what the arguments ask for.
 
     Raises:
@@ -76,7 +76,7 @@ def _options(argv: list[str]) -> Options:
         faults.append("no command: write `-- python -m jaxdist.train --config NAME` after the flags")
     if faults:
         raise ConfigError(faults)
-    return Options(
+    return SupervisorOptions(
         command=command, processes=flags.processes, devices_per_process=flags.devices_per_process,
         min_processes=flags.min_processes, max_restarts=flags.max_restarts,
         capacity_file=flags.capacity_file and Path(flags.capacity_file), grace_s=flags.grace_seconds,

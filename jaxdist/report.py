@@ -55,7 +55,7 @@ def _names(workdirs: Sequence[str]) -> list[str]:
     return ["/".join(folder.parts[-2 if same else -1 :]) for folder in folders]
 
 
-def _default_target(runs: Sequence[summary.Run]) -> Path:
+def _default_target(runs: Sequence[summary.RunSummary]) -> Path:
     if len(runs) == 1:
         return runs[0].folder / "report.html"
     return runs[0].folder / f"report_vs_{runs[1].name.replace('/', '_')}.html"

@@ -18,7 +18,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.trainer import cli
 from jaxdist.verification.comparison import summary
-from jaxdist.verification.runner import PRECISIONS, prove
+from jaxdist.verification.runner import PRECISIONS, verify_layouts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags, config = cli.parse(_parser(), arguments)
     devices = _devices(flags.devices)
     precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
-    report = prove(
+    report = verify_layouts(
         config, devices, precisions=precisions, only=flags.only,
         log=lambda line: print(line, file=sys.stderr if flags.json else sys.stdout, flush=True),
     )  # fmt: skip

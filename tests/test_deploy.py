@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from jaxdist import launch
-from jaxdist.distributed.cluster import find_agents
+from jaxdist.distributed.cluster import find_cluster
 from jaxdist.resilience import run_progress
 from support.paths import DATA, ROOT
 
@@ -108,7 +108,7 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
     for variable in container["env"]:
         field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         environ[variable["name"]] = variable.get("value") or labels[field.split("'")[1]]
-    found = find_agents(environ)
+    found = find_cluster(environ)
     assert (found.number, found.index) == (job["parallelism"], 2)
     assert found.host == "jaxdist-workers-0-0.jaxdist"
 
@@ -196,4 +196,4 @@ def test_the_tpu_script_tells_each_agent_its_place_and_starts_again_after_a_loss
     place = "1 2 10.0.0.7:61440 "
     assert said == [place + "-m jaxdist.launch -- python3 -m jaxdist.train --config a b"] * starts
     given = dict(zip(("JAXDIST_AGENT", "JAXDIST_AGENTS", "JAXDIST_AGENTS_AT"), place.split(), strict=True))
-    assert find_agents(given).host == "10.0.0.7"
+    assert find_cluster(given).host == "10.0.0.7"

@@ -20,7 +20,7 @@ from jaxdist.models import registry
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import cli, run_config, validation
 from jaxdist.verification import cases
-from jaxdist.verification.runner import prove
+from jaxdist.verification.runner import verify_layouts
 from support.paths import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*_module.py"))
@@ -166,7 +166,7 @@ PROVED = [
 def test_a_layout_is_proved(name, options, only):
     run = run_of(name, **options)
     assert only in [layout.name for layout in cases.layouts_for(run, 8)]
-    report = prove(run, jax.devices(), precisions=("float32",), only=only)
+    report = verify_layouts(run, jax.devices(), precisions=("float32",), only=only)
     assert report.passed, report.layouts
     assert only in [result.layout for result in report.layouts]
 

@@ -5,7 +5,7 @@ A backward is three forwards long, since it computes its stage again; head and h
 
 from pathlib import Path
 
-from jaxdist.pipeline.schedule import Costs, build_schedule, draw_svg
+from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, draw_svg
 
 PICTURES = {
     "gpipe": ("gpipe", 4, 8, 1),

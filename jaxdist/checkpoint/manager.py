@@ -67,7 +67,7 @@ def _orbax_backend() -> Any:
     return extras.load("jaxdist.checkpoint.orbax_backend")
 
 
-class CheckpointStore:
+class CheckpointManager:
     """Saves and restores states under `folder/<step>/`.
 
     With several processes each makes the same calls in the same order (`save`, `restore` and
@@ -410,7 +410,7 @@ class CheckpointStore:
             self._backend.close()
             del self._backend
 
-    def __enter__(self) -> "CheckpointStore":
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -57,7 +57,7 @@ class _Meeting:
     _numbers = itertools.count()
 
     def __init__(self) -> None:
-        self._notes, self._me, self._size = coordination.notes(), jax.process_index(), jax.process_count()
+        self._notes, self._me, self._size = coordination.kv_client(), jax.process_index(), jax.process_count()
         self._name, self._round = f"jaxdist/save/{next(self._numbers)}", 0
 
     @property

@@ -27,7 +27,7 @@ class SourceError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class DatasetSplit:
     """The training or the held-out part of one source, cut into samples."""
 
     name: str
@@ -41,7 +41,7 @@ class Dataset:
     """Training and held-out samples of one source or a mixture; made by `open_dataset`."""
 
     def __init__(
-        self, sides: list[tuple[Side, Side]], weights: list[float], *,
+        self, sides: list[tuple[DatasetSplit, DatasetSplit]], weights: list[float], *,
         tokenizer: Tokenizer | None, vocab_size: int | None, seed: int, fingerprint: str,
     ):  # fmt: skip
         train, held_out = zip(*sides, strict=True)
@@ -144,7 +144,7 @@ def _read(samples: list, source: np.ndarray, rows: np.ndarray) -> Batch:
     return batch
 
 
-def _bytes_per_token(sides: tuple[Side, ...]) -> float | None:
+def _bytes_per_token(sides: tuple[DatasetSplit, ...]) -> float | None:
     """Returns UTF-8 bytes per token over all sides; None where one is unknown, or without tokens."""
     sizes = [side.num_bytes for side in sides]
     tokens = sum(side.num_tokens for side in sides)
@@ -195,7 +195,9 @@ def open_dataset(
 
 def _open_arrays(config: DataConfig, seed: int, log: token_cache.Log) -> Dataset:
     found = arrays.open_arrays(config)
-    train, held_out = (Side(found.name, part, part.num_rows) for part in (found.train, found.held_out))
+    train, held_out = (
+        DatasetSplit(found.name, part, part.num_rows) for part in (found.train, found.held_out)
+    )
     dataset = Dataset(
         [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=found.fingerprint
     )  # fmt: skip
@@ -230,7 +232,7 @@ class _Opener:
     log: token_cache.Log
     fingerprints: list[str] = dataclasses.field(default_factory=list)  # of the tokens opened
 
-    def sides(self, config: DataConfig, text: Corpus | None) -> tuple[Side, Side]:
+    def sides(self, config: DataConfig, text: Corpus | None) -> tuple[DatasetSplit, DatasetSplit]:
         """Returns the training and the held-out side of a source; `text` is None for token files."""
         store = self._tokens(config, text)
         if config.validation_path:
@@ -267,7 +269,7 @@ class _Opener:
 
     def _side(
         self, config: DataConfig, store: TokenStore, chosen: np.ndarray, limit: int = 0, partial: bool = False
-    ) -> Side:
+    ) -> DatasetSplit:
         samples: packing.Windows | packing.PackedDocuments
         if config.packing == "window":
             samples = packing.Windows(store, chosen, self.length_S, limit=limit, partial=partial)
@@ -277,7 +279,7 @@ class _Opener:
             samples = packing.PackedDocuments(store, plan, self.length_S)
         num_bytes = None if store.num_bytes is None else store.num_bytes[chosen].sum()
         num_tokens = int(store.length[chosen].sum())
-        return Side(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
+        return DatasetSplit(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
 
 
 def _open_text(config: DataConfig, log: token_cache.Log) -> Corpus:

@@ -129,7 +129,7 @@ def count_up(counts: np.ndarray) -> np.ndarray:
 # --- Packed documents -----------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class PackingPlan(NamedTuple):
     """Which pieces fill which row: row r holds pieces first[r] : first[r + 1], in their order."""
 
     first: np.ndarray  # [rows + 1] int64
@@ -146,7 +146,7 @@ class PackedDocuments:
     restart with each; slots that no piece fills have weight, segment and all else 0.
     """
 
-    def __init__(self, store: TokenStore, plan: Plan, sequence_length: int):
+    def __init__(self, store: TokenStore, plan: PackingPlan, sequence_length: int):
         self._files, self._length_S = store.files, sequence_length
         self.num_rows, self.num_targets = len(plan.first) - 1, int(plan.length.sum())
         # Padding is a piece that no file owns, the last of each row; and there is an empty row.
@@ -181,7 +181,7 @@ class PackedDocuments:
 
 def open_packing(
     store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int, folder: Path, log: Log
-) -> Plan:
+) -> PackingPlan:
     """Returns `plan_packing`, from the cache folder if it is there, else made and kept there."""
     choice = digest(chosen.tobytes(), store.start.tobytes(), store.length.tobytes())
     key = digest(_VERSION, store.fingerprint, choice, sequence_length, limit)[:16]
@@ -189,7 +189,7 @@ def open_packing(
     with one_builder(target, log):
         try:
             with np.load(target, allow_pickle=False) as kept:
-                return Plan(**{name: kept[name] for name in Plan._fields})
+                return PackingPlan(**{name: kept[name] for name in PackingPlan._fields})
         except (OSError, ValueError, KeyError):  # absent or damaged
             plan = plan_packing(store, chosen, sequence_length, limit=limit)
         part = target.with_name(f"{target.stem}.{os.getpid()}.part.npz")
@@ -198,7 +198,9 @@ def open_packing(
     return plan
 
 
-def plan_packing(store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int = 0) -> Plan:
+def plan_packing(
+    store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int = 0
+) -> PackingPlan:
     """Returns the packing of the documents `chosen` ([documents] bool).
 
     Args:
@@ -216,7 +218,7 @@ def plan_packing(store: TokenStore, chosen: np.ndarray, sequence_length: int, *,
     order = np.argsort(row, kind="stable")  # within a row: the order of the stream
     first = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
     start = store.start[chosen][document] + offset
-    return Plan(first, store.file[chosen][document][order], start[order], length[order])
+    return PackingPlan(first, store.file[chosen][document][order], start[order], length[order])
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.data import arrays
 from jaxdist.data.arrays import INDEX, ArrayRows, Kind
-from jaxdist.data.dataset import Dataset, Side, SourceError
+from jaxdist.data.dataset import Dataset, DatasetSplit, SourceError
 from jaxdist.data.packing import Batch
 from jaxdist.data.tokenizer import digest
 
@@ -60,7 +60,7 @@ def open_given(
     if held and ours != theirs:
         raise ConfigError(f"validation: a sample has {theirs}; in batches {ours}")
     out = ArrayRows(held, np.arange(_count(held)))
-    sides = Side("batches", train, train.num_rows), Side("validation", out, out.num_rows)
+    sides = DatasetSplit("batches", train, train.num_rows), DatasetSplit("validation", out, out.num_rows)
     about: dict[str, Any] = dict(tokenizer=None, vocab_size=None, seed=seed, fingerprint=fingerprint)
     return GivenBatches([sides], [1.0], source=source, example=rows, **about), size
 

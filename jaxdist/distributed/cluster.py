@@ -17,7 +17,7 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
-class Agents:
+class ClusterInfo:
     """This agent among those of the run. A lone one chooses a free port itself (port 0)."""
 
     launcher: str | None = None
@@ -30,19 +30,19 @@ class Agents:
         return f"agent {self.index} of {self.number}, started by {self.launcher}"
 
 
-def find_agents(environ: Mapping[str, str]) -> Agents:
+def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
     """Returns this agent's place among those that a scheduler started; Agents() if it is alone.
 
     Raises:
       ConfigError: there are several, but it is not known where the first is; its number is none of theirs.
     """
     for find in (_given, _slurm, _open_mpi, _kubernetes, _tpu):
-        found = find(environ) or Agents()
+        found = find(environ) or ClusterInfo()
         if not 0 <= found.index < found.number:
             raise ConfigError(f"{found}: its number must be >= 0, and less than how many there are")
         if found.number > 1:
             return found
-    return Agents()
+    return ClusterInfo()
 
 
 def _port(*names: str | None) -> int:
@@ -50,13 +50,13 @@ def _port(*names: str | None) -> int:
     return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
 
 
-def _given(environ: Mapping[str, str]) -> Agents | None:
+def _given(environ: Mapping[str, str]) -> ClusterInfo | None:
     """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for any launcher."""
     if "JAXDIST_AGENTS" not in environ:
         return None
     try:
         host, _, port = environ["JAXDIST_AGENTS_AT"].rpartition(":")
-        return Agents(
+        return ClusterInfo(
             "its environment", int(environ["JAXDIST_AGENTS"]), int(environ["JAXDIST_AGENT"]), host, int(port)
         )
     except (KeyError, ValueError) as error:
@@ -65,11 +65,11 @@ def _given(environ: Mapping[str, str]) -> Agents | None:
         ) from None
 
 
-def _slurm(environ: Mapping[str, str]) -> Agents | None:
+def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "SLURM_STEP_NODELIST" not in environ:  # a batch script's own process is in no step
         return None
     start = [environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
-    return Agents(
+    return ClusterInfo(
         "Slurm", int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"]),
         first_host(environ["SLURM_STEP_NODELIST"]), _port(*start),
     )  # fmt: skip
@@ -81,7 +81,7 @@ def first_host(nodes: str) -> str:
     return "".join(filter(None, found.groups())) if found else nodes
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Agents | None:
+def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     number = int(environ["OMPI_COMM_WORLD_SIZE"])
@@ -97,10 +97,10 @@ def _open_mpi(environ: Mapping[str, str]) -> Agents | None:
                 "-x JAXDIST_AGENTS_AT=HOST:PORT -x JAXDIST_AGENTS=N, and JAXDIST_AGENT=$OMPI_COMM_WORLD_RANK"
             )
         host = found[1] if found else host
-    return Agents("Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start))
+    return ClusterInfo("Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start))
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Agents | None:
+def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
     """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward API."""
     names = [environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBSET_RESTART_ATTEMPT")]
     if "JOB_COMPLETION_INDEX" not in environ or None in names[:2]:
@@ -110,7 +110,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Agents | None:
             "JAXDIST_NUM_PODS is not set: write the job's parallelism into the pod's environment"
         )
     host = f"{names[0]}-{names[1]}-0-0.{names[0]}"  # job 0, pod 0, of the JobSet's headless service
-    return Agents(
+    return ClusterInfo(
         "Kubernetes",
         int(environ["JAXDIST_NUM_PODS"]),
         int(environ["JOB_COMPLETION_INDEX"]),
@@ -119,9 +119,9 @@ def _kubernetes(environ: Mapping[str, str]) -> Agents | None:
     )
 
 
-def _tpu(environ: Mapping[str, str]) -> Agents | None:
+def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:
     """The hosts of one TPU slice."""
     hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if "TPU_WORKER_ID" not in environ or not hosts:
         return None
-    return Agents("a multi-host TPU", len(hosts), int(environ["TPU_WORKER_ID"]), hosts[0], _port(*hosts))
+    return ClusterInfo("a multi-host TPU", len(hosts), int(environ["TPU_WORKER_ID"]), hosts[0], _port(*hosts))

@@ -52,7 +52,7 @@ def agree(facts: Callable[[], Mapping[str, object]]) -> None:
     Raises:
       ConfigError: on all of them, naming who differs and in what.
     """
-    notes = coordination.notes()
+    notes = coordination.kv_client()
     if notes is None:
         return
     name, me = f"jaxdist/peers/{next(_numbers)}", jax.process_index()

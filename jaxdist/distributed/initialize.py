@@ -19,7 +19,7 @@ from jax._src import cache_key  # no public doors; the same names in 0.10 to 0.1
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
-from jaxdist.distributed.coordination import _FOREVER_MS, notes
+from jaxdist.distributed.coordination import _FOREVER_MS, kv_client
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
@@ -145,7 +145,7 @@ def lead_first(what: str) -> Iterator[None]:
     So a program costs the machine one compilation and not one a process. Each process enters with the
     same name; a second time nobody waits.
     """
-    client, settings = notes(), typing.cast(Any, jax.config)
+    client, settings = kv_client(), typing.cast(Any, jax.config)
     cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
     local = client is not None and _is_one_machine(os.environ) and jax.default_backend() == "cpu"
     shared = local and cached

@@ -28,7 +28,7 @@ class Pace:
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event, self._last = event, -1  # the last that lagged
-        self._notes, self._name = coordination.notes(), f"jaxdist/pace/{next(_numbers)}"
+        self._notes, self._name = coordination.kv_client(), f"jaxdist/pace/{next(_numbers)}"
         self._begun = False
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ROWS)
 

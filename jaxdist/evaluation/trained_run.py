@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxdist import config as configs
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
@@ -95,7 +95,7 @@ def load_run(
     placed = build_mesh(config.mesh, devices)
     built = build.build_step(config, spec, placed, rules)
     checkpoints = workdir.checkpoints_folder(folder, config)
-    with CheckpointStore(checkpoints, config.checkpoint, mode="read") as store:
+    with CheckpointManager(checkpoints, config.checkpoint, mode="read") as store:
         restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
         for bad, reason in store.bad_steps.items():
             log(f"checkpoint {bad} cannot be used: {reason}")

@@ -27,7 +27,7 @@ _PART = 128  # tokens a row whose logits are in memory at once
 _IN_FLIGHT = 4  # batches that devices may lag behind the host
 
 
-class Window(NamedTuple):
+class ScoreWindow(NamedTuple):
     """Consecutive tokens of a text that go through the model at once."""
 
     tokens: np.ndarray  # [2 .. W + 1] int32
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 Scorer = Callable[..., list[Score]]
 
 
-def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list[Window]:
+def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list[ScoreWindow]:
     """Returns windows of at most `longest` inputs that score each token of `continuation` once.
 
     Each is as long as the text allows, so a token is given as much as can be of what is before it:
@@ -55,7 +55,7 @@ def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list
     while first < len(tokens):
         end = min(first + longest, len(tokens))
         begin = max(0, end - 1 - longest)
-        found.append(Window(tokens[begin:end], first - begin))
+        found.append(ScoreWindow(tokens[begin:end], first - begin))
         first = end
     return found
 
@@ -78,7 +78,7 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
     compiled = jax.jit(run, out_shardings=whole)
 
     def score(
-        weights: Sequence[Tree], windows: Sequence[Window], *, longest: int,
+        weights: Sequence[Tree], windows: Sequence[ScoreWindow], *, longest: int,
         watch: Callable[[int, int], None] | None = None,
     ) -> list[Score]:  # fmt: skip
         widths = [min(bucket(len(window.tokens) - 1), longest) for window in windows]
@@ -137,7 +137,7 @@ def _batches(order: Sequence[int], widths: Sequence[int], rows: int) -> Iterator
         yield batch
 
 
-def _padded(windows: Sequence[Window], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _padded(windows: Sequence[ScoreWindow], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns inputs and targets [B, W], with zeros to the right: nothing before them reads those."""
     inputs, targets = np.zeros((2, rows, width), np.int32)
     for i, window in enumerate(windows):
@@ -146,7 +146,7 @@ def _padded(windows: Sequence[Window], rows: int, width: int) -> tuple[np.ndarra
     return inputs, targets
 
 
-def _read(numbers: Sequence[int], results: Any, windows: Sequence[Window]) -> dict[int, Score]:
+def _read(numbers: Sequence[int], results: Any, windows: Sequence[ScoreWindow]) -> dict[int, Score]:
     probabilities, likeliest = jax.device_get(results)
     found = {}
     for row, i in enumerate(numbers):

@@ -5,12 +5,12 @@ config.json <-> the transformer's values, by `reading` and `writing` tensors <->
 """
 
 from jaxdist.interop.families import FAMILIES
-from jaxdist.interop.hf_config import TRAINING, derive, different, fields_of, read_config, settled
+from jaxdist.interop.hf_config import TRAINING, canonical_values, derive, different, fields_of, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.interop.hf_writer import KEPT, CheckpointWeights, copy_own_tokenizer, copy_small_files, export
 
 __all__ = [
     "FAMILIES", "KEPT", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
     "copy_small_files", "derive", "different", "export", "fields_of", "open_weights", "read_config",
-    "settled",
+    "canonical_values",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ LAYER = "blocks/"  # what our stacks begin with
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One of our parameters inside a stored tensor."""
 
     path: str  # of our parameter
@@ -56,7 +56,7 @@ class Stored:
     """A tensor in a file (for each layer, where the name has braces): parts put together on an axis."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     axis: int = 0
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Stored:
         total = sum(shape[self.axis] for shape in parts)
         return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
 
-    def offset(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    def offset(self, part: TensorPart, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Returns where on the axis a part begins."""
         before = self.parts[: self.parts.index(part)]
         return sum(p.stored_shape(shapes[p.path])[self.axis] for p in before)
@@ -103,10 +103,10 @@ def _stored(name: str, line: str | tuple) -> Stored:
     return Stored(name, tuple(_part(name, part) for part in parts), axis)
 
 
-def _part(name: str, text: str) -> Part:
+def _part(name: str, text: str) -> TensorPart:
     own, _, theirs = text.partition(" -> ")
     path, ours = own.split()
-    return Part(LAYER + path if "{}" in name else path, ours, tuple(theirs.split()))
+    return TensorPart(LAYER + path if "{}" in name else path, ours, tuple(theirs.split()))
 
 
 # --- tensors --------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         faults.insert(0, f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}")
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
-    return family, settled(values)
+    return family, canonical_values(values)
 
 
 def _is_harmless(key: str, value: Any) -> bool:
@@ -106,7 +106,7 @@ def fields_of(
     Raises:
       ConfigError: none fits; the values in which the nearest one differs.
     """
-    wanted, nearest = settled(values), list[str]()
+    wanted, nearest = canonical_values(values), list[str]()
     origin = origin or {}
     about = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     about |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
@@ -140,7 +140,7 @@ def _close(a: Any, b: Any) -> bool:
     return isinstance(a, float) and isinstance(b, (int, float)) and math.isclose(a, b, rel_tol=1e-9)
 
 
-def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values that logits depend on, those without effect at their defaults."""
     v = {name: value for name, value in (DEFAULTS | dict(values)).items() if name not in TRAINING}
     idle: list[str] = []

@@ -19,8 +19,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import LAYER, Family, Part, Stored
-from jaxdist.interop.hf_config import derive, different, read_config, settled
+from jaxdist.interop.families import LAYER, Family, Stored, TensorPart
+from jaxdist.interop.hf_config import canonical_values, derive, different, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
@@ -38,7 +38,7 @@ def open_weights(
       ConfigError: the folder's model is another one, or its files are not complete.
     """
     family, theirs = derive(read_config(folder))
-    if faults := different(settled(values), theirs):
+    if faults := different(canonical_values(values), theirs):
         raise ConfigError(f"{folder} holds another model than the config: {fault}" for fault in faults)
     tensors = Tensors(folder, family)
     tensors.check(shapes)
@@ -137,7 +137,7 @@ class Tensors:
                 found[part.path] = settle(part.path, self._place(stored, part, offset, abstract[part.path]))
         return found
 
-    def _place(self, stored: Stored, part: Part, offset: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+    def _place(self, stored: Stored, part: TensorPart, offset: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         assert x.sharding is not None, f"{part.path} needs a sharding"
         shards: dict[tuple, list[jax.Device]] = {}
         for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import Family, Part, Stored
+from jaxdist.interop.families import Family, Stored, TensorPart
 from jaxdist.models.lora import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -157,13 +157,15 @@ def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
 # --- a layer of theirs and kernels of ours --------------------------------------------------------
 
 
-def _sizes(part: Part, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sizes(part: TensorPart, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the input and output dims of a kernel of ours [L, *inputs, *outputs]."""
     inputs = next(group for group in part.theirs if part.ours.startswith(group))
     return dims[1 : 1 + len(inputs)], dims[1 + len(inputs) :]
 
 
-def _fused(stored: Stored, parts: list[Part], adapters, shapes, layer: int) -> tuple[np.ndarray, np.ndarray]:
+def _fused(
+    stored: Stored, parts: list[TensorPart], adapters, shapes, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns PEFT's A [ranks, in] and B [out, ranks] of a layer of theirs, adapted in some of its parts."""
     outputs = [math.prod(_sizes(part, shapes[part.path])[1]) for part in stored.parts]
     rows = [adapters[f"{part.path}/lora_a"][layer] for part in parts]

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.parallel.execution import platform, shard
-from jaxdist.protocols.model import Context
+from jaxdist.protocols.model import BlockInfo
 
 Names = tuple[str | None, ...]
 
@@ -43,22 +43,22 @@ class Norm(nnx.Module):
         if self.kind == "layer":
             y = y - y.mean(axes, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + self.eps)
-        scale = lift(self.scale[...], y)
+        scale = expand_leading(self.scale[...], y)
         y = y * (scale + 1 if self.kind == "rms_plus_one" else scale)
-        return (y + lift(self.bias[...], y) if self.kind == "layer" else y).astype(x.dtype)
+        return (y + expand_leading(self.bias[...], y) if self.kind == "layer" else y).astype(x.dtype)
 
 
-def lift(vector: jax.Array, like: jax.Array) -> jax.Array:
+def expand_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the parameter with leading dims of size 1, up to the rank of `like`."""
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
 
 
 def biased(x: jax.Array, bias: nnx.Param) -> jax.Array:
     """Returns x + bias, added in float32: so the bias's gradient is summed in float32 too."""
-    return (x.astype(jnp.float32) + lift(bias[...], x)).astype(x.dtype)
+    return (x.astype(jnp.float32) + expand_leading(bias[...], x)).astype(x.dtype)
 
 
-def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
+def dropout(x: jax.Array, rate: float, context: BlockInfo, site: int) -> jax.Array:
     """Returns x with a share `rate` of its values dropped and the rest scaled up.
 
     The mask depends on (step key, layer, site, global sample index) alone, so the same values are
@@ -165,7 +165,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def named(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
+def shard_and_name(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
     """Returns x constrained to its dims' sharding and named for remat policies."""
     return checkpoint_name(shard(x, *dims), name)
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, extras, trees
-from jaxdist.ops.matmul import Frozen, project, project_lightly
+from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
 from jaxdist.protocols.param_names import Names
 
 Base = Literal["none", "int8", "nf4"]
@@ -60,7 +60,7 @@ def faults(config: LoraConfig) -> Iterator[str]:
         yield f'lora.base={config.base} needs qwix: pip install "jaxdist[lora]"'
 
 
-class Adapted(nnx.Module):
+class LoraKernel(nnx.Module):
     """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B."""
 
     def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
@@ -88,7 +88,7 @@ class Adapted(nnx.Module):
     def _stored(self, kernel: jax.Array) -> tuple[jax.Array, ...]:
         return self.form.store(kernel) if self.form else (kernel,)
 
-    def refill(self, kernel: jax.Array | tuple[jax.Array, ...]) -> None:
+    def set_kernel(self, kernel: jax.Array | tuple[jax.Array, ...]) -> None:
         """Gives it another W: a kernel, or what `stored` gave of one."""
         values = kernel if isinstance(kernel, tuple) else self._stored(kernel)
         for part, value in zip(self.parts, values, strict=True):
@@ -104,14 +104,14 @@ class Adapted(nnx.Module):
         self.lora_a = nnx.Param(a, logical=(*before, None) if before else ())
         self.lora_b = nnx.Param(b, logical=(None, *after) if after else ())
 
-    def frozen(self) -> Frozen:
+    def frozen(self) -> FrozenKernel:
         """Returns W as `project` takes it."""
         parts = [getattr(self, part) for part in self.parts]
         names = tuple(part.logical for part in parts)
         values = tuple(part[...] for part in parts)
-        return Frozen(values, names, self.form.restore) if self.form else Frozen(values, names)
+        return FrozenKernel(values, names, self.form.restore) if self.form else FrozenKernel(values, names)
 
-    def added(self, y: jax.Array, x: jax.Array) -> jax.Array:
+    def apply_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Returns x W + alpha / rank x (x A) B for y = x W."""
         if not hasattr(self, "lora_a"):
             return y
@@ -186,7 +186,7 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
         shape, quantised = shapes[path], config.base != "none" and path.startswith("blocks/")
         if not isinstance(shape, Shape) or not (path in chosen or quantised):
             continue
-        new = Adapted(getattr(owner, name), shape, config)
+        new = LoraKernel(getattr(owner, name), shape, config)
         setattr(owner, name, new)
         if path in chosen:
             new.add_low_rank(shape, config.rank, rngs)
@@ -218,10 +218,10 @@ def _chosen(found: dict[str, Shape | str], config: LoraConfig) -> tuple[set[str]
     return chosen, problems
 
 
-def kernels(model: Any) -> dict[str, Adapted]:
+def kernels(model: Any) -> dict[str, LoraKernel]:
     """Returns what stands for kernels in a (perhaps abstract) model, by the kernels' paths."""
     found = {trees.SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    return {path: module for path, module in found.items() if isinstance(module, Adapted)}
+    return {path: module for path, module in found.items() if isinstance(module, LoraKernel)}
 
 
 def unadapted(

@@ -18,9 +18,10 @@ from flax import nnx
 from jaxdist.config import ConfigError, suggest
 
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
+MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}  # targets in older run folders
 
 
-class Given(nnx.Module):
+class UserModel(nnx.Module):
     """Stands in a config for a model that was given to `jaxdist.fit`: only there it can be made."""
 
     def __init__(self, name: str, *, rngs: nnx.Rngs):

@@ -16,12 +16,12 @@ from jaxdist.models.layers import (
     Norm,
     biased,
     dropout,
-    named,
     normal,
     residual,
     rotary_frequencies,
     rotary_tables,
     rotate,
+    shard_and_name,
 )
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
@@ -32,7 +32,7 @@ from jaxdist.parallel import precision
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import (
     Batch,
-    Context,
+    BlockInfo,
     Loss,
     pattern_of,
     run_blocks,
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             self.query_norm = _head_norm(c, *heads, "heads")
             self.key_norm = _head_norm(c, *kv, "kv_heads")
 
-    def heads(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, x_BSD: jax.Array, context: BlockInfo) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [B, S, H, N] and k, v [B, S, K, N], normalised and rotated."""
         c = self.config
         q, k, v = project(x_BSD, self.query, self.key, self.value)
@@ -85,9 +85,9 @@ class Attention(nnx.Module):
                 biased(y, bias)
                 for y, bias in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
             )
-        q = named(q, "query", "batch", "sequence", "heads", None)
-        k = named(k, "key", "batch", "sequence", "kv_heads", None)
-        v = named(v, "value", "batch", "sequence", "kv_heads", None)
+        q = shard_and_name(q, "query", "batch", "sequence", "heads", None)
+        k = shard_and_name(k, "key", "batch", "sequence", "kv_heads", None)
+        v = shard_and_name(v, "value", "batch", "sequence", "kv_heads", None)
         if c.qk_norm != "none":
             q, k = self.query_norm(q), self.key_norm(k)
         if c.positions == "rotary":
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
             q, k = (rotate(y, cos, sin) for y in (q, k))
         return q, k, v
 
-    def options(self, context: Context) -> dict[str, Any]:
+    def options(self, context: BlockInfo) -> dict[str, Any]:
         """Returns what shapes this layer's attention: scale, soft cap and window, None as usual."""
         c = self.config
         window = c.window if context.kind == "local" else None
@@ -106,9 +106,9 @@ class Attention(nnx.Module):
         """Returns the heads' outputs put together, [B, S, D]."""
         (y,) = project(mixed_BSHN, self.out, contract=2)
         y = biased(y, self.out_bias) if self.config.bias in ("attention", "all") else y
-        return named(y, "attention_projection", "batch", "residual", None)
+        return shard_and_name(y, "attention_projection", "batch", "residual", None)
 
-    def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> jax.Array:
         segment_ids = context.fields.get("segment_ids")
         mixed = attention(*self.heads(x_BSD, context), segment_ids_BS=segment_ids, **self.options(context))
         return self.merge(mixed)
@@ -132,12 +132,12 @@ class FeedForward(nnx.Module):
         kernels = (self.gate, self.up) if self.gated else (self.up,)
         *gate, up = project(x_BSD, *kernels)
         up = biased(up, self.up_bias) if self.bias else up
-        up = named(up, "mlp_up", "batch", "sequence", "d_ff")
-        gate = [named(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
+        up = shard_and_name(up, "mlp_up", "batch", "sequence", "d_ff")
+        gate = [shard_and_name(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
         activate = ACTIVATIONS[self.activation]
         (y,) = project(activate(gate[0]) * up if gate else activate(up), self.down)
         y = biased(y, self.down_bias) if self.bias else y
-        return named(y, "mlp_out", "batch", "residual", None)
+        return shard_and_name(y, "mlp_out", "batch", "residual", None)
 
 
 class Block(nnx.Module):
@@ -155,11 +155,11 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs)
         self.mlp = FeedForward(config, rngs)
 
-    def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
         mixed = self.attention(self._entering("attention", x_BSD), context)
         return self._rest(x_BSD, mixed, context), {}
 
-    def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: Context) -> jax.Array:
+    def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: BlockInfo) -> jax.Array:
         """Returns the layer's output from what its attention gave."""
         x_BSD = x_BSD + dropout(self._leaving("attention", mixed_BSD), self.dropout, context, 1)
         y = self.mlp(self._entering("mlp", x_BSD))
@@ -172,7 +172,7 @@ class Block(nnx.Module):
     def _leaving(self, part: str, y_BSD: jax.Array) -> jax.Array:
         return y_BSD if self.position == "pre" else getattr(self, f"{part}_post_norm")(y_BSD)
 
-    def decode(self, x_BTD: jax.Array, cache: Cache, context: Context):
+    def decode(self, x_BTD: jax.Array, cache: Cache, context: BlockInfo):
         """Returns the output for T new tokens, and the cache with this layer's part of them."""
         q, k, v = self.attention.heads(self._entering("attention", x_BTD), context)
         positions = context.fields["positions"]
@@ -285,7 +285,7 @@ class Transformer(nnx.Module):
 
         def one_layer(carry, layer, parameters, kind):
             block: Any = nnx.merge(graph, parameters)
-            return block.decode(*carry, Context(None, layer, fields, kind)), None
+            return block.decode(*carry, BlockInfo(None, layer, fields, kind)), None
 
         start = (self.embed(batch), cache)
         (x, cache), _ = scan_layers(one_layer, start, state, pattern_of(self.blocks))

@@ -13,12 +13,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.models.layers import ACTIVATIONS, Norm, biased, dropout, lift, named, normal, residual
+from jaxdist.models.layers import (
+    ACTIVATIONS,
+    Norm,
+    biased,
+    dropout,
+    expand_leading,
+    normal,
+    residual,
+    shard_and_name,
+)
 from jaxdist.ops.attention import attention
 from jaxdist.ops.matmul import project
 from jaxdist.parallel.execution import shard
 from jaxdist.parallel.precision import compute_dtype
-from jaxdist.protocols.model import Batch, Context, Loss, run_blocks, shared_fields, stack, staged_loss
+from jaxdist.protocols.model import Batch, BlockInfo, Loss, run_blocks, shared_fields, stack, staged_loss
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,12 @@ class EncoderBlock(nnx.Module):
         self.down = normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
         self.down_bias = _bias(D, names=("d_model",))
 
-    def __call__(self, x_BPD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+    def __call__(self, x_BPD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
         x = x_BPD + dropout(self.attend(self._entering(self.attention_norm, x_BPD)), self.dropout, context, 1)
         (h,) = project(self._entering(self.mlp_norm, x), self.up)
-        h = named(biased(h, self.up_bias), "mlp_up", "batch", "sequence", "d_ff")
+        h = shard_and_name(biased(h, self.up_bias), "mlp_up", "batch", "sequence", "d_ff")
         (y,) = project(ACTIVATIONS["gelu_exact"](h), self.down)
-        y = named(biased(y, self.down_bias), "mlp_out", "batch", "residual", None)
+        y = shard_and_name(biased(y, self.down_bias), "mlp_out", "batch", "residual", None)
         return residual(x + dropout(y, self.dropout, context, 2)), {}
 
     def attend(self, x_BPD: jax.Array) -> jax.Array:
@@ -87,11 +96,11 @@ class EncoderBlock(nnx.Module):
         heads = project(x_BPD, self.query, self.key, self.value)
         biases = {"query": self.query_bias, "key": self.key_bias, "value": self.value_bias}
         q, k, v = (
-            named(biased(y, bias), name, "batch", "sequence", "heads", None)
+            shard_and_name(biased(y, bias), name, "batch", "sequence", "heads", None)
             for y, (name, bias) in zip(heads, biases.items(), strict=True)
         )
         (y,) = project(attention(q, k, v, causal=False), self.out, contract=2)
-        return named(biased(y, self.out_bias), "attention_projection", "batch", "residual", None)
+        return shard_and_name(biased(y, self.out_bias), "attention_projection", "batch", "residual", None)
 
     @staticmethod
     def _entering(norm: Norm, x_BPD: jax.Array) -> jax.Array:
@@ -131,7 +140,7 @@ class VisionTransformer(nnx.Module):
         (x,) = project(patches.astype(compute_dtype(self.patch[...].dtype)), self.patch)
         x = biased(x, self.patch_bias)
         if c.pooling == "token":
-            token = jnp.broadcast_to(lift(self.class_token[...], x), (len(image), 1, c.d_model))
+            token = jnp.broadcast_to(expand_leading(self.class_token[...], x), (len(image), 1, c.d_model))
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
         return residual(biased(x, self.position_embedding))
 
@@ -140,7 +149,7 @@ class VisionTransformer(nnx.Module):
         x = self.final_norm(x_BPD)
         pooled = x[:, 0] if self.config.pooling == "token" else x.astype(jnp.float32).mean(1).astype(x.dtype)
         (logits,) = project(shard(pooled, "batch", None), self.output)
-        return logits.astype(jnp.float32) + lift(self.output_bias[...], logits)
+        return logits.astype(jnp.float32) + expand_leading(self.output_bias[...], logits)
 
     def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""

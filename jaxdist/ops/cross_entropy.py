@@ -23,7 +23,7 @@ from jaxdist.parallel import execution
 Names = tuple[str | None, ...]
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """Static settings of the loss."""
 
     names: Names  # of the head's dims
@@ -59,7 +59,7 @@ def cross_entropy(
     shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.vocabulary_axis(names)
-    options = Options(names, tied, z_loss, softcap, shards, chunk, axis)
+    options = LossOptions(names, tied, z_loss, softcap, shards, chunk, axis)
     x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
@@ -80,7 +80,7 @@ def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x, kernel, targets, weights, options: Options):
+def _cross_entropy(x, kernel, targets, weights, options: LossOptions):
     head = execution.gather(kernel, options.names, x.dtype)
 
     def add(total, part):
@@ -92,7 +92,7 @@ def _cross_entropy(x, kernel, targets, weights, options: Options):
     return _over_chunks(add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options)[0]
 
 
-def _forward(x, kernel, targets, weights, options: Options):
+def _forward(x, kernel, targets, weights, options: LossOptions):
     head = execution.gather(kernel, options.names, x.dtype)
 
     def add(carry, part):
@@ -130,7 +130,7 @@ def _backward(options, residuals, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _over_chunks(add, start, arrays, options: Options):
+def _over_chunks(add, start, arrays, options: LossOptions):
     """Returns `add` folded over chunks [(G,) R, ...] of the arrays [batch, S, ...]."""
     length = arrays[0].shape[1]
 
@@ -149,7 +149,7 @@ def _over_chunks(add, start, arrays, options: Options):
     return jax.lax.scan(one, start, jnp.arange(0, length, options.chunk))
 
 
-def _logits(x, head, options: Options):
+def _logits(x, head, options: LossOptions):
     """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None without)."""
     logits = jnp.einsum(_equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32)
     logits = _named(logits, "vocab")
@@ -159,7 +159,7 @@ def _logits(x, head, options: Options):
     return options.softcap * squashed, 1 - squashed**2
 
 
-def _score(logits, targets, weights, options: Options):
+def _score(logits, targets, weights, options: LossOptions):
     """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
@@ -173,7 +173,7 @@ def _score(logits, targets, weights, options: Options):
     return loss, z, dlogits
 
 
-def _target_logits(logits, targets, options: Options):
+def _target_logits(logits, targets, options: LossOptions):
     """Returns the targets' logits, and where in this part of the vocabulary they stand."""
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
@@ -188,12 +188,12 @@ def _sum(x, axis: str):
     return execution.sum_over(axis, x)
 
 
-def _over_parts(reduce, x, options: Options):
+def _over_parts(reduce, x, options: LossOptions):
     """Returns x reduced over the stages that share out the vocabulary, if they do."""
     return x if options.axis is None else reduce(x, options.axis)
 
 
-def _equation(equation: str, options: Options) -> str:
+def _equation(equation: str, options: LossOptions) -> str:
     """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one shard."""
     equation = equation.replace("dv", "vd") if options.tied else equation
     return equation.replace("g", "") if options.shards == 1 else equation
@@ -204,6 +204,6 @@ def _named(x, last: str | None = None):
     return execution.shard(x, *("batch", None, last)[-x.ndim :])
 
 
-def _head_named(dhead, options: Options):
+def _head_named(dhead, options: LossOptions):
     own = ("vocab", None) if options.tied else (None, "vocab")
     return execution.shard(dhead, *("batch", *own)[-dhead.ndim :])

@@ -34,7 +34,7 @@ Names = tuple[str | None, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Frozen:
+class FrozenKernel:
     """A kernel that gets no gradient, in the form that it is stored in."""
 
     parts: tuple[jax.Array, ...]
@@ -55,14 +55,14 @@ def project(x: jax.Array, *kernels: Any, contract: int = 1) -> tuple[jax.Array, 
     Args:
       x: [..., *K], its last `contract` dims are summed over.
       kernels: parameters [*K, *out], with their logical names as metadata; or modules that stand for
-        one (`adapters.Adapted`): `frozen() -> Frozen`, and `added(y, x)`, what becomes of the product.
+        one (`models.lora.LoraKernel`): `frozen() -> FrozenKernel`, and `apply_adapter(y, x) -> y`.
       contract: number of dims summed over.
     """
     names = tuple(getattr(kernel, "logical", ()) for kernel in kernels)
     adapted = [isinstance(kernel, nnx.Module) for kernel in kernels]
     stored = tuple(kernel.frozen() if a else kernel[...] for kernel, a in zip(kernels, adapted, strict=True))
     products = zip(kernels, _project(x, stored, names, contract), adapted, strict=True)
-    return tuple(kernel.added(y, x) if a else y for kernel, y, a in products)
+    return tuple(kernel.apply_adapter(y, x) if a else y for kernel, y, a in products)
 
 
 def project_lightly(x: jax.Array, kernel: nnx.Variable) -> jax.Array:
@@ -90,11 +90,11 @@ def _backward(names, contract, residuals, cotangents):
     gathered = _gathered(kernels, names, x.dtype)
     gradients: list[jax.Array | None] = []
     for kernel, name, dy in zip(kernels, names, cotangents, strict=True):
-        if isinstance(kernel, Frozen):
+        if isinstance(kernel, FrozenKernel):
             gradients.append(None)
             continue
         gradient = _kernel_gradient(x, dy, kernel, name, contract)
-        if _as_they_are() and execution.axis_size("tensor") == 1:
+        if _keeps_dims() and execution.axis_size("tensor") == 1:
             # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
             # (A tensor shard's are small, and there the compiler recomputes less under a fixed order.)
             gradient, cotangents = jax.lax.optimization_barrier((gradient, tuple(cotangents)))
@@ -107,14 +107,14 @@ _project.defvjp(_forward, _backward)
 
 def _gathered(kernels, names, dtype) -> list[jax.Array]:
     return [
-        kernel.gathered(dtype) if isinstance(kernel, Frozen) else execution.gather(kernel, name, dtype)
+        kernel.gathered(dtype) if isinstance(kernel, FrozenKernel) else execution.gather(kernel, name, dtype)
         for kernel, name in zip(kernels, names, strict=True)
     ]
 
 
 def _product(x, kernel, contract: int):
     """Returns x [..., *K] times the kernel [*K, *out]."""
-    if _as_they_are():
+    if _keeps_dims():
         return jnp.tensordot(x, kernel, contract)
     rows = _rows(x, contract) @ _matrix(kernel, contract)
     return rows.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:])
@@ -123,7 +123,7 @@ def _product(x, kernel, contract: int):
 def _input_gradient(cotangents: Sequence[jax.Array], kernels: Sequence[jax.Array], contract: int):
     """Returns the sum over kernels of dy times the kernel transposed, with tensor parts as one product."""
     outs = [kernel.ndim - contract for kernel in kernels]
-    if _as_they_are():
+    if _keeps_dims():
         axes = [(list(range(-n, 0)),) * 2 for n in outs]
         products = [jnp.tensordot(*pair) for pair in zip(cotangents, kernels, axes, strict=True)]
         return sum(products[1:], products[0])
@@ -154,7 +154,7 @@ def _parts(kernels, contract: int) -> int:
 def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
     """Returns the gradient of one kernel, summed on the device and, in `precision.reduce`, across them."""
     dtype = precision.reduce_dtype()
-    if _as_they_are():
+    if _keeps_dims():
         lead = tuple(range(x.ndim - contract))
         product = partial(jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype)
         return _summed_in_shards(product, x, dy, names, contract).astype(kernel.dtype)
@@ -212,7 +212,7 @@ def _summed_in_shards(
     return jax.shard_map(local, **region, in_specs=specs, out_specs=out, check_vma=False)(x, dy)
 
 
-def _as_they_are() -> bool:
+def _keeps_dims() -> bool:
     return execution.platform() == "tpu"
 
 

@@ -110,7 +110,7 @@ class _Reader:
         self.places = np.flatnonzero(first_slice | (not between))
         self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))  # alike, one of each slice
 
-    def of_run(self, run: hlo.Run) -> Iterator[Collective]:
+    def of_run(self, run: hlo.LoopRun) -> Iterator[Collective]:
         steps = list(self.module.computations[run.computation].values())
         spans: dict[object, list] = {}  # place of the first and the last part, instruction, collective
         keys: dict[str, object] = {}  # instruction -> key of the span that it started or went on with
@@ -137,7 +137,7 @@ class _Reader:
         called = step.called("calls", "to_apply", "called_computations")
         return [inner for name in called for inner in self.inside.get(name, ())]
 
-    def _collective(self, run: hlo.Run, steps, begins: int, ends: int, outer, inner) -> Collective:
+    def _collective(self, run: hlo.LoopRun, steps, begins: int, ends: int, outer, inner) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
         group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
         kind, axis = _kind(inner), self._axis(group, inner)
@@ -170,7 +170,7 @@ class _Reader:
         operands = collective.operands[: 1 if collective.opcode == "send" else None]
         return [self.around[id(collective)][operand] for operand in operands]
 
-    def _told(self, run: hlo.Run, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
+    def _told(self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
         """Returns an instruction that says where a collective comes from: it, or what it was made of."""
         if inner.op_name and not outer.op_name:
             return inner
@@ -196,7 +196,7 @@ class _Reader:
         ids = self.mesh_ids or range(self.shape.num_devices)
         return self.target.group_link([ids[place] for place in group])
 
-    def _what(self, kind: str, axis: str, run: hlo.Run, step: hlo.Instruction, types) -> str:
+    def _what(self, kind: str, axis: str, run: hlo.LoopRun, step: hlo.Instruction, types) -> str:
         found = [self.module.origin(run.computation, operand) for operand in step.operands]
         origins = {_parameter(step.op_name) for step in found if step}
         if kind not in ("reduce-scatter", "all-to-all") and origins:

@@ -26,7 +26,7 @@ from jaxdist.parallel import precision, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model import Context, shared_fields
+from jaxdist.protocols.model import BlockInfo, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
@@ -41,7 +41,7 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
     """Returns bytes per device at the step's peak, by component, the largest first.
 
     Args:
-      spec: of the model with flat blocks, as `recipe.validate_on` returns it.
+      spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
     found = moments(run, spec, rules, target)
@@ -299,7 +299,7 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
 
     def block(parameters, x, fields):
         key = jax.random.key(0) if run.model.get("dropout") else None
-        return nnx.merge(graph, parameters)(x, Context(key, jnp.int32(0), fields))[0]
+        return nnx.merge(graph, parameters)(x, BlockInfo(key, jnp.int32(0), fields))[0]
 
     def residuals(parameters, x, fields):
         kept = remat.rematerialised(block, policy)

@@ -108,7 +108,7 @@ def estimate(
     found: Sequence[Collective],
 ) -> Time:
     """Returns the time of a run's compiled step; see `estimate_program`."""
-    outlook = pipeline_report.outlook(run, spec, rules)
+    outlook = pipeline_report.estimate_pipeline(run, spec, rules)
     return estimate_program(
         module,
         found,

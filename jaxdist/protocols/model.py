@@ -39,7 +39,7 @@ class Loss(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Context:
+class BlockInfo:
     """What a block may read beside its input."""
 
     key: jax.Array | None  # the step's key; None: deterministic
@@ -63,7 +63,7 @@ def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     return nnx.merge(graph, state)
 
 
-Block = Callable[[Any, jax.Array, Context], tuple[jax.Array, dict[str, jax.Array]]]
+Block = Callable[[Any, jax.Array, BlockInfo], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def run_blocks(
@@ -95,7 +95,7 @@ def run_blocks(
     block = transform(apply)
 
     def one_layer(x, layer, parameters, kind):
-        return block(parameters, x, Context(key, layer, fields, kind))
+        return block(parameters, x, BlockInfo(key, layer, fields, kind))
 
     x, aux = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
     return x, jax.tree.map(lambda terms: terms.sum(0), aux)

@@ -53,18 +53,20 @@ class ModelSpec:
         (nnx.Module.eval if key is None else nnx.Module.train)(model)
         return model
 
-    def fresh(self, key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> tuple[Tree, Tree, Tree]:
+    def init_params(
+        self, key: jax.Array, given: Mapping[str, jax.Array] | None = None
+    ) -> tuple[Tree, Tree, Tree]:
         """Returns (trainable, model state, frozen) of a newly initialised model.
 
         Args:
           given: {path: value} of parameters that begin with these values; what stands in the place of a
-            parameter takes its value by a method `refill`.
+            parameter takes its value by a method `set_kernel`.
         """
         with nnx.use_eager_sharding(False):
             model = _built(self.build, nnx.Rngs(key))
             for path, value in (given or {}).items():
                 place: Any = functools.reduce(getattr, path.split(trees.SEPARATOR), model)
-                place.refill(value) if hasattr(place, "refill") else place.set_value(value)
+                place.set_kernel(value) if hasattr(place, "set_kernel") else place.set_value(value)
             found = _split(model, self.patterns)
         return found.trainable, found.model_state, found.frozen
 
@@ -97,18 +99,18 @@ class ModelSpec:
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names) of what is trained."""
-        return _named(self.trainable, self.placed_names)
+        return _named(self.trainable, self.stacked_names)
 
     def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names) of what is frozen."""
-        return _named(self.frozen, self.placed(self.frozen_names))
+        return _named(self.frozen, self.with_stack_names(self.frozen_names))
 
     @property
-    def placed_names(self) -> Tree:
+    def stacked_names(self) -> Tree:
         """Returns the names of what is trained, with those of stack dims before a block's own."""
-        return self.placed(self.names)
+        return self.with_stack_names(self.names)
 
-    def placed(self, names: Tree) -> Tree:
+    def with_stack_names(self, names: Tree) -> Tree:
         """Returns names with those of stack dims before a block's own."""
         if not self.stack or "blocks" not in names:
             return names

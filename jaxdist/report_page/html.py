@@ -16,7 +16,7 @@ from importlib import resources
 
 from jaxdist import config
 from jaxdist.report_page.charts import Curve, chart, smooth
-from jaxdist.report_page.summary import ALERTS, Run, figures, mesh_text, number, state
+from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
 from jaxdist.telemetry.units import duration_text
 
 GENERATOR = "jaxdist report"  # in a <meta> of the page, so that a report may replace a report
@@ -36,7 +36,7 @@ _FIELDS = (
 )
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunSummary]) -> str:
     """Returns the page of one or two runs as a single HTML document."""
     title = escape(" vs ".join(run.name for run in runs))
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
@@ -64,14 +64,14 @@ def render(runs: Sequence[Run]) -> str:
 # --- head and figures -----------------------------------------------------------------------------
 
 
-def _keys(runs: Sequence[Run]) -> list[str]:
+def _keys(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the coloured key of each run; empty for a single one."""
     if len(runs) == 1:
         return [""]
     return [f'<span class="key {style}"></span>' for style in _RUN_CLASSES]
 
 
-def _headline(run: Run, key: str) -> str:
+def _headline(run: RunSummary, key: str) -> str:
     outcome, tone = state(run)
     facts = filter(None, (run.info.get("device_kind"), mesh_text(run)))
     badges = "".join(f'<span class="badge">{escape(fact)}</span>' for fact in facts)
@@ -81,7 +81,7 @@ def _headline(run: Run, key: str) -> str:
     )
 
 
-def _tiles(runs: Sequence[Run]) -> str:
+def _tiles(runs: Sequence[RunSummary]) -> str:
     found = [figures(run) for run in runs]
     tiles = ""
     for name in dict.fromkeys(name for shown in found for name in shown):
@@ -95,7 +95,7 @@ def _tiles(runs: Sequence[Run]) -> str:
 # --- curves ---------------------------------------------------------------------------------------
 
 
-def _charts(runs: Sequence[Run]) -> str:
+def _charts(runs: Sequence[RunSummary]) -> str:
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
     cards = [_loss_card(runs), *(_field_card(runs, *row, from_zero=True) for row in _FIELDS)]
@@ -107,7 +107,7 @@ def _charts(runs: Sequence[Run]) -> str:
     return f'<section class="charts" aria-label="Curves">{"".join(cards)}</section>{note}'
 
 
-def _loss_card(runs: Sequence[Run]) -> str:
+def _loss_card(runs: Sequence[RunSummary]) -> str:
     curves, marks = [], []
     for run, style in zip(runs, _RUN_CLASSES, strict=False):
         prefix = f"{run.name} " if len(runs) > 1 else ""
@@ -156,7 +156,7 @@ def _after(curve: Curve, step: float) -> Curve:
 
 
 def _field_card(
-    runs: Sequence[Run], field: str, title: str, remark: str, factor: float, unit: str,
+    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str,
     *, from_zero: bool = False,
 ) -> str:  # fmt: skip
     curves, last = [], ""
@@ -176,7 +176,7 @@ def _field_card(
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _each(runs: Sequence[Run], heading: str, body_of: Callable[[Run], str]) -> str:
+def _each(runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummary], str]) -> str:
     """Returns a section per run that has one; two equal ones are shown once."""
     bodies = {body_of(run): run.name for run in reversed(runs)}  # of equals, the first run's name
     return "".join(
@@ -185,7 +185,7 @@ def _each(runs: Sequence[Run], heading: str, body_of: Callable[[Run], str]) -> s
     )
 
 
-def _events(runs: Sequence[Run]) -> str:
+def _events(runs: Sequence[RunSummary]) -> str:
     rows: list[list[str]] = []
     alerts = set()
     for run in runs:
@@ -204,13 +204,13 @@ def _events(runs: Sequence[Run]) -> str:
     return _titled("Events", _table(head, rows, alert=alerts))
 
 
-def _sharding(run: Run) -> str:
+def _sharding(run: RunSummary) -> str:
     rows = run.info.get("sharding", [])
     head = list(dict.fromkeys(key for row in rows for key in row))
     return _table(head, [[_brief(row.get(key, "")) for key in head] for row in rows])
 
 
-def _pipeline(run: Run) -> str:
+def _pipeline(run: RunSummary) -> str:
     """Returns run.json's timeline as an image: whatever it holds, in there no script can run."""
     drawing = run.info.get("timeline_svg")
     if not isinstance(drawing, str):
@@ -219,7 +219,7 @@ def _pipeline(run: Run) -> str:
     return f'<div class="card scroll"><img alt="timeline" src="data:image/svg+xml;base64,{data}"></div>'
 
 
-def _ops(run: Run) -> str:
+def _ops(run: RunSummary) -> str:
     rows = [
         [op["op"], f"{100 * op['share']:.1f} %", f"{1e3 * op['seconds']:.3f}", _brief(op["count"])]
         for op in run.ops[:15]
@@ -231,7 +231,7 @@ def _text(text: str) -> str:
     return f'<div class="card scroll"><pre>{escape(text)}</pre></div>' if text else ""
 
 
-def _config(runs: Sequence[Run]) -> str:
+def _config(runs: Sequence[RunSummary]) -> str:
     rows = _side_by_side([run.config for run in runs])
     head = ["field", *(run.name for run in runs)] if len(runs) > 1 else ["field", "value"]
     different = [row for row in rows if len(set(row[1:])) > 1]
@@ -243,7 +243,7 @@ def _config(runs: Sequence[Run]) -> str:
     return _titled(title, f"{_table(head, different)}<details>{whole}</details>")
 
 
-def _info(runs: Sequence[Run]) -> str:
+def _info(runs: Sequence[RunSummary]) -> str:
     infos = [
         {key: run.info[key] for key in run.info if key not in ("sharding", "timeline_svg")} for run in runs
     ]

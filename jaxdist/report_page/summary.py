@@ -17,14 +17,14 @@ ALERTS = ("preempted", "peer_lost", "hang", "bad_checkpoint", "nonfinite")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSummary:
     """What a workdir says about its run; absent files are empty."""
 
     name: str
     folder: Path
     config: Mapping[str, object]  # flat: dotted path -> value
     info: Mapping[str, Any]  # run.json
-    rows: metrics.Rows
+    rows: metrics.MetricRows
     events: Sequence[metrics.Row]
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
@@ -37,7 +37,7 @@ class Run:
         return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
-def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
+def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     """Returns the run of a workdir; `name` defaults to the folder's name.
 
     Raises:
@@ -56,7 +56,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> Run:
         path = folder / file
         return path.read_text(errors="replace") if path.exists() else ""
 
-    return Run(
+    return RunSummary(
         name=name or folder.resolve().name,
         folder=folder,
         config=config.flatten(_read_json(folder / "config.json", {})),
@@ -74,7 +74,7 @@ def number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def state(run: Run) -> tuple[str, str]:
+def state(run: RunSummary) -> tuple[str, str]:
     """Returns what became of the run, and how to show it: "good", "bad" or ""."""
     last = next((e for e in reversed(run.events) if e["event"] in ("start", "stop", *ALERTS)), None)
     if last is None:
@@ -86,7 +86,7 @@ def state(run: Run) -> tuple[str, str]:
     return "running, or ended without a stop event", ""
 
 
-def mesh_text(run: Run) -> str:
+def mesh_text(run: RunSummary) -> str:
     """Returns the mesh axes larger than 1, e.g. "data 2 × tensor 4"; "" if unknown."""
     if "mesh" not in run.info:
         return ""
@@ -94,7 +94,7 @@ def mesh_text(run: Run) -> str:
     return " × ".join(sizes) or "one device"
 
 
-def figures(run: Run) -> dict[str, str]:
+def figures(run: RunSummary) -> dict[str, str]:
     """Returns the key figures of a run by name, in reading order; unknown ones are left out."""
     times = [time for event in run.events if (time := number(event.get("time"))) is not None]
     evaluated = [loss for _, loss in run.column("eval_loss") if math.isfinite(loss)]

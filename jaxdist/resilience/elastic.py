@@ -25,7 +25,7 @@ Run = TypeVar("Run", bound=Any)  # RunConfig, which lives above
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ElasticLayout:
     """Whole sizes of the mesh axes, and the sequential parts of a step."""
 
     axes: Mapping[str, int]
@@ -33,8 +33,8 @@ class Layout:
 
 
 def fit(
-    full: Layout, *, devices: int, global_size: int, microbatches: int, dcn: Mapping[str, int]
-) -> Layout | None:
+    full: ElasticLayout, *, devices: int, global_size: int, microbatches: int, dcn: Mapping[str, int]
+) -> ElasticLayout | None:
     """Returns the layout for `devices`, or None if no legal one has the same global batch.
 
     Axes other than data keep their size or shrink to a divisor of it (what divided the model's dims
@@ -56,7 +56,7 @@ def fit(
         legal = (n for n in _divisors(global_size // parts) if global_size // (parts * n) <= most)
         if global_size % parts == 0 and (accumulation := next(legal, None)):
             sizes = [axes[axis] for axis in _MODEL_AXES]
-            found.append((math.prod(sizes), sizes, Layout(axes, accumulation)))
+            found.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
     return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
@@ -79,7 +79,7 @@ def _flow(axes: Mapping[str, int], microbatches: int) -> int:
     return 1 if axes["pipeline"] == 1 else microbatches or 4 * axes["pipeline"]
 
 
-def _sequences(layout: Layout, global_size: int, microbatches: int) -> int:
+def _sequences(layout: ElasticLayout, global_size: int, microbatches: int) -> int:
     """Returns the sequences that a device works on at a time; at least 1."""
     parts = _shards(layout.axes) * _flow(layout.axes, microbatches) * layout.accumulation
     return max(global_size // parts, 1)
@@ -88,7 +88,7 @@ def _sequences(layout: Layout, global_size: int, microbatches: int) -> int:
 # --- configs --------------------------------------------------------------------------------------
 
 
-def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) -> Layout | None:
+def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) -> ElasticLayout | None:
     """Returns `fit` for a run's config as nested mappings (config.json); None also if it is no config."""
     try:
         mesh, batch = config["mesh"], config["batch"]
@@ -96,7 +96,7 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {axis: full_devices // known if size == -1 else size for axis, size in axes.items()}
         return fit(
-            Layout(axes, batch["accumulation"]), devices=devices, global_size=batch["global_size"],
+            ElasticLayout(axes, batch["accumulation"]), devices=devices, global_size=batch["global_size"],
             microbatches=config["pipeline"]["microbatches"],
             dcn={axis: size for axis, size in mesh["dcn"].items() if axis != "force"},
         )  # fmt: skip

@@ -58,7 +58,7 @@ class StopSignals:
         self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
         self._lock, self._left = threading.Lock(), threading.Event()
         self._name = f"jaxdist/stop/{next(self._numbers)}"
-        self._notes = coordination.notes()
+        self._notes = coordination.kv_client()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -172,7 +172,7 @@ def own_process() -> Iterator[None]:
             _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        if coordination.notes() is not None:
+        if coordination.kv_client() is not None:
             _fail(error)
         raise
 
@@ -188,8 +188,8 @@ def join() -> str | None:
       ConfigError: a scheduler was detected, but not its group.
     """
     global _owned, _script
-    said = initialize.prepare() if coordination.notes() is None else None
-    if coordination.notes() is not None and not _owned:
+    said = initialize.prepare() if coordination.kv_client() is None else None
+    if coordination.kv_client() is not None and not _owned:
         _owned = _script = True
         _listen()
         sys.excepthook = lambda _, error, __: _fail(error)
@@ -198,7 +198,7 @@ def join() -> str | None:
 
 def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
-    if coordination.notes() is None and initialize.detect_launcher(environ) == initialize.LAUNCH:
+    if coordination.kv_client() is None and initialize.detect_launcher(environ) == initialize.LAUNCH:
         raise ConfigError(
             f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not "
             f"joined to "
@@ -228,7 +228,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
     own_fault = "resource_exhausted" in text  # of memory, that of NCCL too
     if (
         _owned
-        and coordination.notes() is not None
+        and coordination.kv_client() is not None
         and not own_fault
         and any(words in text for words in _LOST)
     ):
@@ -237,7 +237,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
 
 
 def _leave_group(code: int) -> None:
-    if coordination.notes() is not None:
+    if coordination.kv_client() is not None:
         _leave(code)
 
 

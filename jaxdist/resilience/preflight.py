@@ -74,7 +74,7 @@ def _best_s(run: Callable[[], jax.Array]) -> float:
 
 def gathered(rates: Mapping[str, float]) -> dict[int, dict[str, float]]:
     """Returns {process: rates}, without a collective; on processes other than the first, their own."""
-    notes, me = coordination.notes(), jax.process_index()
+    notes, me = coordination.kv_client(), jax.process_index()
     if notes is None:
         return {0: dict(rates)}
     notes.key_value_set(f"jaxdist/preflight/{me}", json.dumps(rates))

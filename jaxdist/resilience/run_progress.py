@@ -33,7 +33,7 @@ def run_folder(command: Sequence[str]) -> Path | None:
     return Path(given) if given and "://" not in given else None
 
 
-class Progress:
+class ProgressReader:
     """How far the run of a workdir has come, read from its files."""
 
     def __init__(self, folder: Path | None):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
-from jaxdist.distributed.cluster import Agents
+from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
 from jaxdist.resilience import (
     EXIT_PEER_LOST,
@@ -25,8 +25,8 @@ from jaxdist.resilience import (
     elastic,
     stop_signals,
 )
-from jaxdist.resilience.run_progress import Progress, run_folder
-from jaxdist.resilience.worker_group import Gang
+from jaxdist.resilience.run_progress import ProgressReader, run_folder
+from jaxdist.resilience.worker_group import WorkerGroup
 
 FINAL = (EXIT_NO_CHECKPOINT, EXIT_CONFIG)  # a new start would end in the same way
 _EXCUSES = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}  # exit codes of who may end, who ends for another's loss
@@ -37,7 +37,7 @@ _LONG_S = 600.0  # a gang that lived so long made progress, where no workdir can
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SupervisorOptions:
     """What `launch` was asked for."""
 
     command: Sequence[str]
@@ -55,8 +55,8 @@ class Supervisor:
 
     def __init__(
         self,
-        options: Options,
-        agents: Agents,
+        options: SupervisorOptions,
+        agents: ClusterInfo,
         environ: Mapping[str, str],
         *,
         say: Callable[[str], None],
@@ -64,7 +64,7 @@ class Supervisor:
     ):
         self.options, self.agents, self.environ = options, agents, dict(environ)
         self.say, self.clock = say, clock
-        self.progress = Progress(run_folder(options.command))
+        self.progress = ProgressReader(run_folder(options.command))
         self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
         self._refused: set[int] = set()  # sizes of which the command itself said that they cannot be
         self.asked = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
@@ -97,7 +97,7 @@ class Supervisor:
 
     # --- one gang ---------------------------------------------------------------------------------
 
-    def _start(self, size: int) -> Gang:
+    def _start(self, size: int) -> WorkerGroup:
         """Starts the processes of the first `size` slots, with a port that no start had before."""
         total, first = size * self.agents.number, size * self.agents.index
         port = self.agents.port or free_port()
@@ -113,7 +113,7 @@ class Supervisor:
             own = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
             each.append(shared | own | self._devices(slot))
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
-        return Gang(self.options.command, each, first=first, out=self._out, wakeup=self._wakeup)
+        return WorkerGroup(self.options.command, each, first=first, out=self._out, wakeup=self._wakeup)
 
     def _devices(self, slot: int) -> dict[str, str]:
         options = self.options
@@ -123,7 +123,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
             print(line, flush=True)
 
-    def _attend(self, gang: Gang) -> None:
+    def _attend(self, gang: WorkerGroup) -> None:
         """Returns when the gang has ended, has lost a process, or has had its time to stop."""
         deadline = None
         while True:
@@ -159,7 +159,7 @@ class Supervisor:
 
     # --- after a loss -----------------------------------------------------------------------------
 
-    def _after_loss(self, gang: Gang, early: Mapping[int, int], moved: bool) -> int | None:
+    def _after_loss(self, gang: WorkerGroup, early: Mapping[int, int], moved: bool) -> int | None:
         """Books a lost process; returns the exit code of the run if it ends here, else waits a little."""
         number = culprit(early)
         if number is None:  # 75 from one, and no end of the others
@@ -195,7 +195,7 @@ class Supervisor:
             self.slots.remove(slot)
             self.say(f"the process of slot {slot} was lost twice in a row: going on without it")
 
-    def _epitaph(self, gang: Gang, number: int, step: int) -> str:
+    def _epitaph(self, gang: WorkerGroup, number: int, step: int) -> str:
         counted = {why: self._failures.count(why) for why in self._failures}
         list_ = "; ".join(f"{count} x {why}" for why, count in counted.items())
         said = "\n".join(f"    {line}" for line in gang.last_lines[number]) or "    (nothing)"

@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 
 import jaxdist
 from jaxdist.config import ConfigError
-from jaxdist.distributed.cluster import Agents, find_agents
+from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import EXIT_HANG, preemption, watchdog_process
 
 _STEPS = 31  # whose times make the median
@@ -176,9 +176,9 @@ def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
     if group := environ.get("JAXDIST_COORDINATOR"):
         number, processes = int(environ["JAXDIST_PROCESS_ID"]), int(environ["JAXDIST_NUM_PROCESSES"])
         return {"process": number, "processes": processes, "group": group}
-    agents = Agents()
+    agents = ClusterInfo()
     with contextlib.suppress(ConfigError):  # it is not known: each process has only its own limits
-        agents = find_agents(environ)
+        agents = find_cluster(environ)
     return {"process": agents.index, "processes": agents.number, "group": f"{agents.host}:{agents.port}"}
 
 

@@ -64,7 +64,7 @@ def _read(memory: int) -> Beat:
     return Beat(*_BEAT.unpack(os.pread(memory, _BEAT.size, BEAT_AT)))
 
 
-class Watcher:
+class WatchdogProcess:
     """Watches one process until that ends or is ended."""
 
     def __init__(
@@ -231,4 +231,4 @@ def _print(text: str) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # such are for the process, whose end ends this one
-    Watcher(**json.loads(sys.argv[1])).run()
+    WatchdogProcess(**json.loads(sys.argv[1])).run()

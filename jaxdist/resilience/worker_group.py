@@ -30,7 +30,7 @@ def _libc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class Gang:
+class WorkerGroup:
     """The processes of one start, each in a process group of its own, numbered from `first`."""
 
     def __init__(

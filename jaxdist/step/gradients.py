@@ -15,11 +15,11 @@ from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import Batch, Loss, as_loss, run_blocks, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
-Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "Scored"]]
-Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, "Scored"]]
+Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "LossAndState"]]
+Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, "LossAndState"]]
 
 
-class Scored(NamedTuple):
+class LossAndState(NamedTuple):
     """What a model made of a batch."""
 
     loss: Loss
@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
 
 def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
-    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, Scored)`.
+    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, LossAndState)`.
 
     Args:
       compute: dtype of matrix products and activations.
@@ -50,7 +50,7 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
             else:
                 loss = as_loss(model.loss(batch, key), batch)
         after = spec.state_of(model) if model_state else model_state
-        return loss.sum + sum(loss.aux.values()), Scored(loss, after)
+        return loss.sum + sum(loss.aux.values()), LossAndState(loss, after)
 
     return objective
 
@@ -66,7 +66,7 @@ def build_pipelined(
     edges_last: bool = False,
     backward: bool = True,
 ) -> Pipelined:
-    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, Scored)`.
+    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, LossAndState)`.
 
     It equals the gradients of `build_objective`, computed by the stages of a pipeline.
 
@@ -94,12 +94,12 @@ def build_pipelined(
         )  # fmt: skip
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         held = {"model_state": model_state, "frozen": frozen}
-        held_names = {"model_state": spec.state_names, "frozen": spec.placed(spec.frozen_names)}
+        held_names = {"model_state": spec.state_names, "frozen": spec.with_stack_names(spec.frozen_names)}
         with precision.computing_in(compute):
             sums, loss = pipeline_sums(
-                pipeline, trainable, held, parts, key, spec.placed_names, held_names, backward=backward
+                pipeline, trainable, held, parts, key, spec.stacked_names, held_names, backward=backward
             )
-        return sums, Scored(loss, model_state)
+        return sums, LossAndState(loss, model_state)
 
     return pipelined
 

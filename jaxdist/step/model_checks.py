@@ -36,7 +36,7 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
         )
 
 
-def examine(
+def check_model(
     spec: ModelSpec, batch: Mapping[str, Any], *, accumulation: int = 1, stages: int = 1
 ) -> list[str]:
     """Returns why the model cannot be trained so on such batches; [] if it can.

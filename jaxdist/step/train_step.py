@@ -25,7 +25,7 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step import model_checks
 from jaxdist.step.gradients import build_objective, build_pipelined, sum_gradients
 from jaxdist.step.state import Metrics, OptState, State
-from jaxdist.step.update import _rule, _told, _update
+from jaxdist.step.update import apply_stats, apply_update, build_update_rule
 
 INIT, STEPS = 0, 1  # what the seed's first fold is for
 
@@ -53,11 +53,11 @@ class TrainStep(NamedTuple):
     evaluate: Any  # (State, Batch) -> (loss sum, count), deterministic
     abstract_state: State  # ShapeDtypeStructs with their shardings
     shardings: State
-    views: Views
+    views: CheckpointViews
     batch_shardings: Callable[[Mapping[str, Any]], dict[str, NamedSharding]]
 
 
-class Views(NamedTuple):
+class CheckpointViews(NamedTuple):
     """The state as checkpoints have it, layers flat; without a pipeline the state itself."""
 
     flat: Any  # State -> State
@@ -87,7 +87,7 @@ def build_train_step(
     stages = cut.stages if cut else 1
     if found := list(model_checks.faults(spec, stages=stages)):
         raise ConfigError(found)
-    rule = _rule(optimizer, schedule, spec)
+    rule = build_update_rule(optimizer, schedule, spec)
     spec = cut.staged_spec(spec) if cut else spec
     placement.place(spec.named_parameters(), rules)
     abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, rule.transform, config))
@@ -98,17 +98,17 @@ def build_train_step(
     scored = _pipelined(spec, config, backward=False) or objective
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if found := model_checks.examine(flat, batch, accumulation=config.accumulation, stages=stages):
+        if found := model_checks.check_model(flat, batch, accumulation=config.accumulation, stages=stages):
             raise ConfigError(found)
         with execution.activate(mesh, rules), precision.reducing_in(config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
                 objective, state.trainable, state.model_state, state.frozen, batch, key,
-                accumulation=config.accumulation, names=spec.placed_names, pipelined=pipelined,
+                accumulation=config.accumulation, names=spec.stacked_names, pipelined=pipelined,
             )  # fmt: skip
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
-            sums = sums._replace(model_state=_told(flat, cut, state, sums))
-            after = _update(state, sums, batch, rule, config, spec)
+            sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
+            after = apply_update(state, sums, batch, rule, config, spec)
             return *after, gradients
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -157,7 +157,7 @@ def _fresh_state(
     config: StepConfig,
     given: Mapping[str, jax.Array] | None = None,
 ) -> State:
-    parts = spec.fresh(_key(config.seed, INIT), given)
+    parts = spec.init_params(_key(config.seed, INIT), given)
     trainable, model_state, frozen = map(cut.staged, parts) if cut else parts
     trainable, frozen = (
         jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree) for tree in (trainable, frozen)
@@ -205,10 +205,10 @@ def _specs(tree: Tree, named: Mapping[str, tuple[Any, param_names.Names]], rule:
     return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
-def _views(cut: Staging | None, abstract: State, shardings: Any) -> Views:
+def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:
     if cut is None:
         same = jax.tree.map(_with_sharding, abstract, shardings)
-        return Views(lambda state: state, lambda state: state, same)
+        return CheckpointViews(lambda state: state, lambda state: state, same)
     shapes = jax.eval_shape(cut.flat, abstract)
     whole_stages = cut.num_layers % cut.stages == 0
 
@@ -218,7 +218,7 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> Views:
         return NamedSharding(where.mesh, P("pipeline" if whole_stages else None, *where.spec[3:]))
 
     flat = jax.tree.map(flat_sharding, shapes, abstract, shardings)
-    return Views(
+    return CheckpointViews(
         jax.jit(cut.flat, out_shardings=flat),
         jax.jit(cut.staged, out_shardings=shardings, donate_argnums=0),
         jax.tree.map(_with_sharding, shapes, flat),

@@ -20,7 +20,7 @@ from jaxdist.step.gradients import Sums
 from jaxdist.step.state import Metrics, State
 
 
-class _Rule(NamedTuple):
+class UpdateRule(NamedTuple):
     """How gradients become updates."""
 
     transform: optax.GradientTransformation
@@ -28,26 +28,26 @@ class _Rule(NamedTuple):
     clip: float  # largest global norm of gradients; 0 = no limit
 
 
-def _rule(
+def build_update_rule(
     optimizer: OptimizerConfig | optax.GradientTransformation, schedule: Schedule | None, spec: ModelSpec
-) -> _Rule:
+) -> UpdateRule:
     if not isinstance(optimizer, OptimizerConfig):
-        return _Rule(optimizer, None, 0.0)
+        return UpdateRule(optimizer, None, 0.0)
     transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
-    return _Rule(transform, schedule, optimizer.clip_norm)
+    return UpdateRule(transform, schedule, optimizer.clip_norm)
 
 
-def _update(state, found, batch, rule: _Rule, config, spec) -> tuple[State, Metrics]:
+def apply_update(state, found, batch, rule: UpdateRule, config, spec) -> tuple[State, Metrics]:
     """Returns the state after one update by summed gradients, unchanged if they are not finite."""
     transform, schedule, clip = rule
     count, loss = found.loss.count, found.loss
     norm = optax.tree.norm(found.gradients) / count
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
-    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.placed_names)
+    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.stacked_names)
     updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
     # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
     rate = schedule(state.opt_state.clock) if schedule else None
-    updates = _as_state(updates, spec.placed_names)
+    updates = _as_state(updates, spec.stacked_names)
     updates = jax.tree.map(lambda u: u * rate, updates) if schedule else updates
     trainable = optax.apply_updates(state.trainable, updates)
     ema = state.ema
@@ -55,8 +55,8 @@ def _update(state, found, batch, rule: _Rule, config, spec) -> tuple[State, Metr
         ema = jax.tree.map(lambda e, p: e + (1 - config.ema_decay) * (p - e), ema, trainable)
     good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
     skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-    trainable = _chosen(good, trainable, state.trainable)
-    good = _once_there(good, trainable) if execution.active() else good
+    trainable = where_finite(good, trainable, state.trainable)
+    good = after_params_updated(good, trainable) if execution.active() else good
 
     metrics = {
         "loss": loss.sum / count,
@@ -72,13 +72,13 @@ def _update(state, found, batch, rule: _Rule, config, spec) -> tuple[State, Metr
         state.step + 1,
         trainable,
         state.frozen,
-        _chosen(good, found.model_state, state.model_state),
+        where_finite(good, found.model_state, state.model_state),
         state.opt_state._replace(
-            optimizer=_chosen(good, new, state.opt_state.optimizer),
+            optimizer=where_finite(good, new, state.opt_state.optimizer),
             skipped=skipped,
             clock=state.opt_state.clock + state.opt_state.pace,
         ),
-        _chosen(good, ema, state.ema),
+        where_finite(good, ema, state.ema),
     )
     return after, metrics
 
@@ -87,7 +87,7 @@ def _samples(batch: Batch) -> jax.Array:
     return jnp.int32(next(iter(batch.values())).shape[0])
 
 
-def _told(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
+def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
     """Returns the model state after the model was told the step's stats."""
     if not sums.loss.stats:
         return sums.model_state
@@ -104,12 +104,12 @@ def _told(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tre
     return cut.staged(after) if cut else after
 
 
-def _chosen(good: jax.Array, new: Tree, old: Tree) -> Tree:
+def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:
     """Returns the new tree, or the old one if the step was not good."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
-def _once_there(good: jax.Array, parameters: Tree) -> jax.Array:
+def after_params_updated(good: jax.Array, parameters: Tree) -> jax.Array:
     """Returns `good`, but known only after the new parameters are.
 
     Their update reads the old moments. XLA updates in place what it can prove to be read no more;

@@ -24,7 +24,7 @@ REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
 LINE_EVERY_S = 1.0  # off a terminal, at least this long between two lines, but for first and last
 
 
-def speak(text: str) -> None:
+def print_safe(text: str) -> None:
     """Prints a line; the full disk of a log, or a closed terminal, does not stop the run."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -63,7 +63,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopRun:
     """A computation that the schedule runs, by itself or for a loop or branch."""
 
     computation: str
@@ -202,22 +202,22 @@ class Module:
                 return int(found.group(1))
         return 0
 
-    def runs(self, start: str = "") -> list[Run]:
+    def runs(self, start: str = "") -> list[LoopRun]:
         """Returns the computations whose instructions the schedule runs one by one, entry first.
 
         Into loops (not their conditions), calls and the branch of a conditional that has the most
         cycles; not into fusions, whose cost stands at the fusion, and what other threads run.
         """
-        return list(self._runs(Run(start or self.entry, 1, (), True)))
+        return list(self._runs(LoopRun(start or self.entry, 1, (), True)))
 
-    def _runs(self, run: Run) -> Iterator[Run]:
+    def _runs(self, run: LoopRun) -> Iterator[LoopRun]:
         yield run
         for step in self.computations[run.computation].values():
             opcode = step.opcode
             if opcode == "while":
                 trips = self.trip_count(step)
                 inner = (run.times * (trips or 1), (*run.loops, step.name), run.certain and trips is not None)
-                yield from self._runs(Run(step.called("body")[0], *inner))
+                yield from self._runs(LoopRun(step.called("body")[0], *inner))
             elif opcode == "conditional":
                 yield from self._runs(replace(run, computation=max(step.called(*BRANCHES), key=self.cycles)))
             elif opcode == "call":

@@ -107,14 +107,14 @@ class Writers:
 
 
 @dataclass(frozen=True)
-class Rows:
+class MetricRows:
     """The rows of a metrics.jsonl, each sorted by step, the last row of each step only."""
 
     train: list[Row]
     evaluation: list[Row]  # rows with `eval_loss`
 
 
-def read_rows(path: str | os.PathLike[str]) -> Rows:
+def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there is none.
 
     Lines that hold no JSON object with an integer `step` are skipped (a torn line). After a resume
@@ -125,7 +125,7 @@ def read_rows(path: str | os.PathLike[str]) -> Rows:
     for row in _read_objects(Path(path), METRICS_FILE):
         if isinstance(step := row.get("step"), int):
             (evaluation if "eval_loss" in row else train)[step] = row
-    return Rows([train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)])
+    return MetricRows([train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)])
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:

@@ -54,7 +54,7 @@ def parse(
     if faults or unknown:
         raise ConfigError(unknown + faults)
     if configs.flatten(config).get("init.from_huggingface"):
-        pretrained.adopt(config, overrides, _before(flags))
+        pretrained.apply_hf_config(config, overrides, _before(flags))
     return flags, from_config(config)
 
 

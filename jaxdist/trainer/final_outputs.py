@@ -16,7 +16,7 @@ from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
 
-def leave(
+def write_final_outputs(
     config: RunConfig, folder: Path, state: State, *, tokenizer: Tokenizer | None, generate: Generate | None,
     display: Display,
 ) -> None:  # fmt: skip

@@ -26,13 +26,13 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe
 from jaxdist.resilience import preemption
-from jaxdist.telemetry.metrics import Rows, read_rows
+from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import run_config, trainer
-from jaxdist.trainer.restore import Given, Outcome
+from jaxdist.trainer.restore import TrainResult, UserInputs
 from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
-_TARGET = f"{registry.__name__}:{registry.Given.__name__}"
+_TARGET = f"{registry.__name__}:{registry.UserModel.__name__}"
 # The rate, its schedule and all else are the transformation's own.
 _OWN = {"name": "given", "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
 
@@ -81,9 +81,9 @@ def fit(
         usual |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
     config = _config(own, usual, settings or {})
     where = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
-    given = Given(build, dataset, transform, initial)
+    given = UserInputs(build, dataset, transform, initial)
     try:
-        outcome = trainer.carry_out(config, where, title=where.name, devices=devices, given=given)
+        outcome = trainer.train(config, where, title=where.name, devices=devices, given=given)
     except LayoutError as error:
         raise ConfigError(error.faults) from error
     state = outcome.built.views.flat(outcome.state)
@@ -104,11 +104,11 @@ class Fitted:
     folder: Path
     step: int  # updates finished
     stopped: str  # why it ended early, "" if it did not; then the same call of `fit` goes on
-    outcome: Outcome  # its state holds flat layers, weights or their average, and no optimizer's
+    outcome: TrainResult  # its state holds flat layers, weights or their average, and no optimizer's
     _temporary: Any  # removes the folder with the last reference to this
 
     @functools.cached_property
-    def metrics(self) -> Rows:
+    def metrics(self) -> MetricRows:
         """What metrics.jsonl has: `train` and `evaluation`, rows of one step each."""
         return read_rows(self.folder)
 

@@ -34,7 +34,7 @@ Edges = Literal["sharded", "replicated", "last"]
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PipelineEstimate:
     """A run's pipeline; costs are FLOPs per token of a microbatch."""
 
     name: str  # pipeline.schedule
@@ -45,7 +45,7 @@ class Outlook:
     kept: int  # inputs that a stage keeps of a live microbatch: of its chunk, or of its layers
 
 
-def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
+def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> PipelineEstimate | None:
     """Returns what the schedule comes to for a validated run; None without a pipeline.
 
     A backward is two forwards and those that it recomputes: from kept inputs one, and with
@@ -72,7 +72,7 @@ def outlook(run: RunConfig, spec: ModelSpec, rules: Rules) -> Outlook | None:
     costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
     kept = depth if cut.remat == "layers" else 1
-    return Outlook(config.schedule, schedule, costs, simulate(schedule, costs), loads, kept)
+    return PipelineEstimate(config.schedule, schedule, costs, simulate(schedule, costs), loads, kept)
 
 
 def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> t
 
 def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
     """Yields what a person should know about the pipeline; nothing without one."""
-    found = outlook(run, spec, rules)
+    found = estimate_pipeline(run, spec, rules)
     if found is None:
         return
     result, plan = found.simulation, found.schedule
@@ -114,7 +114,7 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 
 
-def _edge_lines(found: Outlook, rules: Rules) -> Iterator[str]:
+def _edge_lines(found: PipelineEstimate, rules: Rules) -> Iterator[str]:
     """Yields what embedding and head cost where they are not shared out, or where that is slow."""
     edges = found.costs.edges
     shared, whole = (
@@ -135,7 +135,7 @@ def _edge_lines(found: Outlook, rules: Rules) -> Iterator[str]:
 
 def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
     """Returns what run.json says of the pipeline, its timeline included; {} without one."""
-    found = outlook(run, spec, rules)
+    found = estimate_pipeline(run, spec, rules)
     if found is None:
         return {}
     result, plan = found.simulation, found.schedule

@@ -25,7 +25,9 @@ from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
 
-def adopt(config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None) -> None:
+def apply_hf_config(
+    config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None
+) -> None:
     """Sets model.* and data.tokenizer of a config to those of the folder init.from_huggingface.
 
     Args:
@@ -64,7 +66,7 @@ def _tokenizer_of(folder: Path, config: ConfigDict, vocab_size: int, chosen: Col
     return str(file) if file.is_file() else config.data.tokenizer
 
 
-def begin(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog) -> State:
+def init_state(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog) -> State:
     """Returns the first state of a run: fresh, or with the weights of init.from_huggingface.
 
     What goes with the weights (config, tokenizer) is copied into the workdir `folder`, for exports.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manager as checkpoints
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import CheckpointStore, Restored
+from jaxdist.checkpoint.manager import CheckpointManager, Restored
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
@@ -42,7 +42,7 @@ class Progress:
     elapsed_s: float = 0.0  # training time, over all restarts
 
 
-class Given(NamedTuple):
+class UserInputs(NamedTuple):
     """What a caller hands over; it stands for what the config names."""
 
     build: Build
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     initial: Mapping[str, np.ndarray] | None = None  # path -> value that the model begins with
 
 
-class Outcome(NamedTuple):
+class TrainResult(NamedTuple):
     """A run that has ended."""
 
     config: RunConfig
@@ -63,9 +63,9 @@ class Outcome(NamedTuple):
     stopped: str  # why it ended early; "" if it did not
 
 
-def begin(
-    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointStore, folder: Path,
-    watch: Watchdog, given: Given | None = None,
+def init_or_restore(
+    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointManager, folder: Path,
+    watch: Watchdog, given: UserInputs | None = None,
 ) -> tuple[State, Progress, SkippingDataset]:  # fmt: skip
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
@@ -77,8 +77,8 @@ def begin(
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
-        if not coordination.agreed(folders.has_steps(store.folder)):
-            if coordination.agreed(workdir.has_saved(folder)):
+        if not coordination.broadcast_scalar(folders.has_steps(store.folder)):
+            if coordination.broadcast_scalar(workdir.has_saved(folder)):
                 raise CheckpointError(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
@@ -86,7 +86,7 @@ def begin(
             if given and given.initial:
                 state = built.init(_placed(given.initial, built))
             else:
-                state = pretrained.begin(config, built, folder, watch)
+                state = pretrained.init_state(config, built, folder, watch)
             progress, windows = Progress(), []
         else:
             watch.at("restore")
@@ -95,7 +95,7 @@ def begin(
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
-            windows = coordination.told(skipped_windows(folder, restored.metadata))
+            windows = coordination.broadcast_json(skipped_windows(folder, restored.metadata))
         watch.at("compile", progress.step)
         compiled.result()
         prepared.result()
@@ -124,7 +124,7 @@ def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
         lowered.compile()
 
 
-def _prepare(store: CheckpointStore, built: TrainStep) -> None:
+def _prepare(store: CheckpointManager, built: TrainStep) -> None:
     with initialize.lead_first("save"):
         store.prepare(built.views.abstract)
 
@@ -160,7 +160,7 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
 
 
 def roll_back(
-    store: CheckpointStore, folder: Path, abstract: Any, dataset: SkippingDataset, fault: Diverged
+    store: CheckpointManager, folder: Path, abstract: Any, dataset: SkippingDataset, fault: Diverged
 ) -> tuple[Restored, SkippingDataset] | None:
     """Returns the newest good checkpoint before the fault, and the dataset without what came since.
 
@@ -170,7 +170,7 @@ def roll_back(
     before, restored = fault.first, None
     while restored is None:
         known = [step for step in store.steps() if step < before]
-        before = coordination.agreed(max(known, default=-1))
+        before = coordination.broadcast_scalar(max(known, default=-1))
         if before < 0:
             return None
         try:

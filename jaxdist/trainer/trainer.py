@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxdist import config as configs
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import extras
 from jaxdist.data import SourceError, open_dataset
 from jaxdist.data.loader import Loader
@@ -28,12 +28,12 @@ from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry.display import Display, speak
+from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer import final_outputs, pipeline_report, restore, run_config, validation, workdir
-from jaxdist.trainer.restore import Given, Outcome, Progress
+from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig
 
 AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
@@ -53,16 +53,16 @@ def run(config: RunConfig, folder: Path, **options: Any) -> State:
     Raises:
       Interrupted: a signal ended it early; Preempted if not by a Ctrl-C to a process alone.
     """
-    outcome = carry_out(config, folder, **options)
+    outcome = train(config, folder, **options)
     if outcome.stopped:
         raise (Preempted if preemption.must_leave() else Interrupted)(outcome.stopped)
     return outcome.state
 
 
-def carry_out(
+def train(
     config: RunConfig, folder: Path, *, title: str = "", devices: Sequence[jax.Device] | None = None,
-    full_devices: int | None = None, given: Given | None = None, watch: Watchdog | None = None,
-) -> Outcome:  # fmt: skip
+    full_devices: int | None = None, given: UserInputs | None = None, watch: Watchdog | None = None,
+) -> TrainResult:  # fmt: skip
     """Trains to the end, from the newest checkpoint if the workdir has one; returns how it ended.
 
     On other devices than the `full_devices` of an elastic run's config, its layout is refitted.
@@ -74,7 +74,7 @@ def carry_out(
     preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
     lead = jax.process_index() == 0
-    say = speak if lead else lambda _: None
+    say = print_safe if lead else lambda _: None
     asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     build = given and given.build
     shape, rules, spec = validation.validate(config, devices, with_data=given is None, build=build)
@@ -83,10 +83,10 @@ def carry_out(
         watch.at("start")
         flat = configs.flatten(configs.to_config_dict(config))
         consistency.agree(lambda: flat | consistency.code(spec.model_class))
-        with coordination.agreed_by_all():
+        with coordination.raise_on_all():
             if lead:
-                lock.enter_context(workdir.held(folder))
-                workdir.settle_config(folder, asked)
+                lock.enter_context(workdir.workdir_lock(folder))
+                workdir.check_resume_config(folder, asked)
             store = workdir.open_checkpoints(folder, config)
         consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
         dataset = given.dataset if given else open_dataset(
@@ -109,7 +109,9 @@ def carry_out(
         generate = build_generator(spec, mesh, rules, compute=compute) if decodes else None
         with store:
             with workdir.logs_bad_checkpoints(folder, enabled=lead):
-                state, progress, data = restore.begin(config, built, dataset, store, folder, watch, given)
+                state, progress, data = restore.init_or_restore(
+                    config, built, dataset, store, folder, watch, given
+                )
             speed = workdir.throughput(config, spec, devices)
             with (
                 contextlib.closing(_writers(config, folder, progress, lead)) as writer,
@@ -119,7 +121,7 @@ def carry_out(
                     config, folder, built, data, store, writer, display, speed, progress, generate, watch
                 )  # fmt: skip
                 state, stopped = session.train(state), session.stopped
-        return Outcome(config, spec, mesh, rules, built, state, stopped)
+        return TrainResult(config, spec, mesh, rules, built, state, stopped)
 
 
 def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
@@ -139,7 +141,7 @@ def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> D
 
 
 @dataclass
-class Window:
+class MetricsWindow:
     """The time since the last row of metrics."""
 
     began: float  # monotonic seconds
@@ -159,7 +161,7 @@ class Session:
         folder: Path,
         built: TrainStep,
         dataset: SkippingDataset,
-        store: CheckpointStore,
+        store: CheckpointManager,
         writer: Writers,
         display: Display,
         speed: Throughput,
@@ -177,7 +179,7 @@ class Session:
         )  # fmt: skip
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
         self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
-        self.window = Window(time.monotonic(), progress.step, progress.tokens_seen)
+        self.window = MetricsWindow(time.monotonic(), progress.step, progress.tokens_seen)
         self.evaluated = -1  # the step of the last evaluation
         self.last_save_good = True
         self.stopped = ""  # why the run ended early
@@ -211,7 +213,7 @@ class Session:
             return state
         self.writer.event("stop", self.progress.step, reason="finished")
         self._at("end", self.progress.step)
-        final_outputs.leave(
+        final_outputs.write_final_outputs(
             self.config, self.folder, self.built.views.flat(state), tokenizer=self.dataset.tokenizer,
             generate=self.generate, display=self.display,
         )  # fmt: skip
@@ -274,7 +276,7 @@ class Session:
         step = self.progress.step
         self.waiting.clear()
         self.tokens.clear()
-        self.window = Window(time.monotonic(), step, self.progress.tokens_seen)
+        self.window = MetricsWindow(time.monotonic(), step, self.progress.tokens_seen)
         self.window.device_wait_s = self.monitor.waited_s
         self.monitor.rewound(step)
         self.pace = straggler.Pace(self.writer.event)
@@ -366,7 +368,7 @@ class Session:
             number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
         )  # fmt: skip
         self.progress.elapsed_s += seconds
-        self.window = Window(now, number, seen, loader.data_wait_s, waited_s)
+        self.window = MetricsWindow(now, number, seen, loader.data_wait_s, waited_s)
         self.writer.write(number, row)
         self.display.row(number, row)
         self._report_saves()
@@ -436,7 +438,7 @@ class Session:
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
-        return coordination.agreed(self._elapsed_s() >= 60 * minutes)
+        return coordination.broadcast_scalar(self._elapsed_s() >= 60 * minutes)
 
     def _hurried(self, state: State, number: int) -> State:
         """Returns the state with its schedule's pace set so that it ends with the time."""
@@ -446,7 +448,7 @@ class Session:
         clock, pace = (float(x) for x in (state.opt_state.clock, state.opt_state.pace))
         per_step = self._elapsed_s() / number
         steps_left = max((60 * train.max_minutes - self._elapsed_s()) / per_step, 1.0)
-        wanted = coordination.agreed(max((train.steps - clock) / steps_left, 1.0))
+        wanted = coordination.broadcast_scalar(max((train.steps - clock) / steps_left, 1.0))
         if wanted == pace:
             return state
         new = jax.device_put(np.float32(wanted), state.opt_state.pace.sharding)

@@ -20,7 +20,7 @@ from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience import health, watchdog
-from jaxdist.step.model_checks import examine
+from jaxdist.step.model_checks import check_model
 from jaxdist.trainer.build import (
     batch_shapes,
     model_spec,
@@ -43,7 +43,7 @@ def validate(
     key = repr((*about, parts, stages))
     if build or key not in _examined:
         batch = batch_shapes(run, run.batch.global_size // parts)
-        if faults := examine(spec, batch, accumulation=run.batch.accumulation, stages=stages):
+        if faults := check_model(spec, batch, accumulation=run.batch.accumulation, stages=stages):
             raise ConfigError(faults)
         if not build:
             _examined.add(key)

@@ -19,11 +19,11 @@ import jax
 import jaxdist
 from jaxdist import config as configs
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.hardware import chips
-from jaxdist.models import lora
+from jaxdist.models import lora, registry
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
@@ -47,14 +47,14 @@ def _checkpoints(folder: Path, chosen: str) -> Path:
     return as_path(chosen) if chosen else folder / CHECKPOINTS
 
 
-def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointStore:
+def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
     """Returns the store of the run in `folder`, to write.
 
     Raises:
       ConfigError: it cannot be written.
     """
     try:
-        return CheckpointStore(checkpoints_folder(folder, config), config.checkpoint)
+        return CheckpointManager(checkpoints_folder(folder, config), config.checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"{error}; give a --workdir or checkpoint.folder that can") from error
 
@@ -72,7 +72,7 @@ def logs_bad_checkpoints(folder: Path, *, enabled: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def workdir_lock(folder: Path) -> Iterator[None]:
     """Creates the folder and holds its lock: one live run per workdir.
 
     Raises:
@@ -123,7 +123,7 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def settle_config(folder: Path, run: RunConfig) -> None:
+def check_resume_config(folder: Path, run: RunConfig) -> None:
     """Writes config.json; for a run that goes on, refuses changes that would alter its losses.
 
     Raises:
@@ -174,7 +174,10 @@ def read_config(folder: Path) -> RunConfig:
     Raises:
       ConfigError: the folder holds no run, or what is no config.
     """
-    return from_config(_tupled(_stored_config(folder)))
+    stored = _tupled(_stored_config(folder))
+    if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
+        model["target"] = registry.MOVED[model["target"]]
+    return from_config(stored)
 
 
 def _stored_config(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ ONE_DEVICE = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class CaseLayout:
     """A layout to prove: what it changes of a one-device run, by config path."""
 
     name: str
@@ -44,7 +44,7 @@ class Layout:
 # --- a small run of the same kind -----------------------------------------------------------------
 
 
-def shrink(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]]:
+def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns the run at tiny sizes, every variant kept, and lines that say what was changed.
 
     Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4). A model
@@ -123,48 +123,50 @@ def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
 # --- the layouts ----------------------------------------------------------------------------------
 
 
-def layouts_for(run: RunConfig, num_devices: int) -> list[Layout]:
+def layouts_for(run: RunConfig, num_devices: int) -> list[CaseLayout]:
     """Returns the layouts of so many devices that are proved, the config's own last."""
     n = num_devices
-    found = [Layout(f"data {n}", {"mesh.data": n}), Layout(f"fsdp {n}", {"mesh.fsdp": n})]
-    found += [Layout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage}) for stage in range(3)]
+    found = [CaseLayout(f"data {n}", {"mesh.data": n}), CaseLayout(f"fsdp {n}", {"mesh.fsdp": n})]
+    found += [
+        CaseLayout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage}) for stage in range(3)
+    ]
     accumulate = {"mesh.fsdp": n, "batch.accumulation": ACCUMULATION}
-    found.append(Layout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
+    found.append(CaseLayout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
     if n % 2 == 0 and n > 2:
         half = {"mesh.fsdp": n // 2}
         found += [
-            Layout(f"tensor 2 x fsdp {n // 2}", half | {"mesh.tensor": 2}),
-            Layout(
+            CaseLayout(f"tensor 2 x fsdp {n // 2}", half | {"mesh.tensor": 2}),
+            CaseLayout(
                 f"tensor 2 x fsdp {n // 2}, sequence parallel",
                 half | {"mesh.tensor": 2, "mesh.sequence_parallel": True},
             ),
-            Layout(f"2 slices x fsdp {n // 2}", half | {"mesh.data": 2, "mesh.dcn.data": 2}),
+            CaseLayout(f"2 slices x fsdp {n // 2}", half | {"mesh.data": 2, "mesh.dcn.data": 2}),
         ]
     if n % 4 == 0 and n > 4:
         sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
-        found.append(Layout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
+        found.append(CaseLayout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
     if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
         found += _pipelines(n, len(run.model.get("layer_pattern", "1")))
     grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
-    found.append(Layout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
+    found.append(CaseLayout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
     return found + _own(run, n, found)
 
 
-def _pipelines(num_devices: int, period: int) -> list[Layout]:
+def _pipelines(num_devices: int, period: int) -> list[CaseLayout]:
     """Returns layouts with stages: plain, interleaved with a layer a place, beside fsdp and tensor."""
     n, found = num_devices, []
     if n % 2 == 0:
-        found.append(Layout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
+        found.append(CaseLayout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
     if n % 4 == 0:
         chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8 * period}
         sizes = {"mesh.pipeline": 4, "mesh.data": n // 4}
-        found.append(Layout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
+        found.append(CaseLayout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
         sizes = {"mesh.pipeline": 2, "mesh.fsdp": n // 4, "mesh.tensor": 2}
-        found.append(Layout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
+        found.append(CaseLayout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
     return found
 
 
-def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Layout]:
+def _own(run: RunConfig, num_devices: int, others: Sequence[CaseLayout]) -> list[CaseLayout]:
     """Returns the config's own layout, unless one of the others is the same."""
     flat = configs.flatten(configs.to_config_dict(run))
     own = {path: flat[path] for path in ONE_DEVICE}
@@ -178,7 +180,7 @@ def _own(run: RunConfig, num_devices: int, others: Sequence[Layout]) -> list[Lay
         return []
     sizes = " x ".join(f"{axis} {own[f'mesh.{axis}']}" for axis in AXES if own[f"mesh.{axis}"] > 1)
     rest = [f"{name} {own[p]}" for name, p in _REST.items() if own[p] != ONE_DEVICE[p]]
-    return [Layout("the config's own: " + ", ".join([sizes or "one device", *rest]), own)]
+    return [CaseLayout("the config's own: " + ", ".join([sizes or "one device", *rest]), own)]
 
 
 def _own_pipeline(run: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:

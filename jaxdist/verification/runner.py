@@ -22,11 +22,11 @@ from jaxdist.trainer import build, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.verification.cases import (
     ONE_DEVICE,
-    Layout,
+    CaseLayout,
     layouts_for,
     moved_moments,
     moved_parameters,
-    shrink,
+    shrink_config,
     synthetic_batch,
     with_values,
 )
@@ -132,7 +132,7 @@ def _host(tree: Any) -> Arrays:
 # --- the whole proof ------------------------------------------------------------------------------
 
 
-def prove(
+def verify_layouts(
     run: RunConfig,
     devices: Sequence[jax.Device],
     *,
@@ -151,7 +151,7 @@ def prove(
     Raises:
       ConfigError: there is nothing to compare, or the config itself cannot be.
     """
-    small, shrunk = shrink(run, len(devices))
+    small, shrunk = shrink_config(run, len(devices))
     wanted = [layout for layout in layouts_for(small, len(devices)) if only in layout.name]
     if not wanted or len(devices) < 2:
         names = "; ".join(layout.name for layout in layouts_for(small, len(devices)))
@@ -225,7 +225,7 @@ class _Compiling:
         return self.pool.submit(compile_layout, run, precisions, devices, self.batch)
 
 
-def _variant(layout: Layout) -> tuple[tuple[str, Any], ...]:
+def _variant(layout: CaseLayout) -> tuple[tuple[str, Any], ...]:
     """Returns what a layout changes of the model: it needs a reference of its own."""
     return tuple((p, v) for p, v in layout.overrides.items() if p.startswith("model."))
 

@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.step.state import State
 from support.runs import train
 
@@ -80,7 +80,7 @@ def assert_bitwise(got: Any, want: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def save_and_wait(store: CheckpointStore, step: int, state: Any, **metadata: Any):
+def save_and_wait(store: CheckpointManager, step: int, state: Any, **metadata: Any):
     store.save(step, state, metadata)
     store.wait()
     (result,) = store.poll()
@@ -96,7 +96,7 @@ def names(folder: Path) -> list[str]:
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:
     """Save a different state for each step and return them."""
     states = {step: make_state(mesh_of(4, 2), seed=step) for step in steps}
-    with CheckpointStore(folder, CheckpointConfig(**{"keep_last": 9, **config})) as store:
+    with CheckpointManager(folder, CheckpointConfig(**{"keep_last": 9, **config})) as store:
         for step, state in states.items():
             assert save_and_wait(store, step, state, data=step).ok
     return states

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint.manager import CheckpointStore
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.models.transformer import Transformer
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer import restore as resume
@@ -206,8 +206,8 @@ class Recorded:
 def install() -> None:
     """Puts the ledger and the faults where a run passes."""
     orders = Orders()
-    build, begin_save = run_build.build_step, CheckpointStore._start
-    attempt, skipping, head = CheckpointStore._attempt, resume.SkippingDataset, Transformer.head
+    build, begin_save = run_build.build_step, CheckpointManager._start
+    attempt, skipping, head = CheckpointManager._attempt, resume.SkippingDataset, Transformer.head
 
     def build_step(*given, **options):
         built = build(*given, **options)
@@ -229,7 +229,7 @@ def install() -> None:
         return head(model, jnp.where(sick_B[:, None, None], jnp.nan, x_BSD), batch)
 
     run_build.build_step = build_step
-    CheckpointStore._start, CheckpointStore._attempt = start, restore
+    CheckpointManager._start, CheckpointManager._attempt = start, restore
     resume.SkippingDataset = lambda dataset, windows: skipping(dataset, windows or WINDOWS)
     if SAMPLES:
         Transformer.head = sick_head

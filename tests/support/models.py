@@ -178,5 +178,5 @@ def bitwise_equal(one: Any, other: Any) -> bool:
 def model_of(config: TransformerConfig) -> Transformer:
     """Returns a fresh model (made in one program, which is faster than array by array)."""
     spec = spec_of(config)
-    build = jax.jit(lambda: spec.fresh(jax.random.key(0)), compiler_options=FAST_COMPILE)
+    build = jax.jit(lambda: spec.init_params(jax.random.key(0)), compiler_options=FAST_COMPILE)
     return spec.assemble(*build())

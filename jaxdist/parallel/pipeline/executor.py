@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.pipeline.schedules import Program, Run
+from jaxdist.parallel.pipeline.schedules import Program, TickRun
 from jaxdist.parallel.pipeline.stage_params import (
-    Part,
+    StageParams,
     blocks_of,
     edges,
     edges_of,
@@ -39,7 +39,7 @@ from jaxdist.parallel.pipeline.stage_params import (
 from jaxdist.protocols.model import (
     Batch,
     Block,
-    Context,
+    BlockInfo,
     Loss,
     as_loss,
     pattern_of,
@@ -156,26 +156,26 @@ class _Stage:
 
     # --- the model's parts ------------------------------------------------------------------------
 
-    def model(self, rest: Part, blocks: Part | None = None):
+    def model(self, rest: StageParams, blocks: StageParams | None = None):
         """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
         blocks = self.chunk(0) if blocks is None else blocks
         return self.pipeline.assemble(*joined(blocks, rest))
 
-    def chunk(self, number) -> Part:
+    def chunk(self, number) -> StageParams:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
 
     def microbatch(self, number) -> Batch:
         at = jnp.maximum(number, 0)
         return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
 
-    def embed(self, rest: Part, number) -> jax.Array:
+    def embed(self, rest: StageParams, number) -> jax.Array:
         return self.model(rest).embed(self.microbatch(number))
 
-    def head(self, rest: Part, y: jax.Array, number) -> Loss:
+    def head(self, rest: StageParams, y: jax.Array, number) -> Loss:
         batch = self.microbatch(number)
         return as_loss(self.model(rest).head(y, batch), batch)
 
-    def forward(self, blocks: Part, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
+    def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
         return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
 
@@ -187,7 +187,7 @@ class _Stage:
         """Returns the number of a chunk's first layer."""
         return (chunk * self.pipeline.stages + self.index) * self.depth
 
-    def layers(self, blocks: Part, x: jax.Array, fields, first, pattern=()) -> tuple[jax.Array, dict]:
+    def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> tuple[jax.Array, dict]:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
         model, last = self.model(self.rest, blocks), self.pipeline.num_layers
 
@@ -195,7 +195,7 @@ class _Stage:
             if last == self.depth * self.pipeline.stages * self.pipeline.chunks:
                 return block
 
-            def masked(parameters, x, context: Context):
+            def masked(parameters, x, context: BlockInfo):
                 y, aux = block(parameters, x, context)
                 real = context.layer < last
                 return jnp.where(real, y, x), jax.tree.map(lambda a: jnp.where(real, a, 0), aux)
@@ -207,7 +207,7 @@ class _Stage:
             pattern=pattern,
         )  # fmt: skip
 
-    def forward_keeping(self, blocks: Part, x: jax.Array, number, chunk):
+    def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
         fields, first = self.fields(number), self.first_layer(chunk)
 
@@ -219,7 +219,7 @@ class _Stage:
         y, (inputs, aux) = scan_layers(one, x, blocks, pattern, first=first)
         return y, jax.tree.map(lambda terms: terms.sum(0), aux), inputs[1:]
 
-    def pull(self, blocks: Part, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
+    def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
         """Returns the gradients of a chunk and of its input; all is computed again from x."""
 
         def apply(trained, x):
@@ -228,7 +228,7 @@ class _Stage:
         (_, aux), pull = jax.vjp(apply, blocks.trained, x)
         return pull((dy, jax.tree.map(jnp.ones_like, aux)))
 
-    def pull_layers(self, blocks: Part, inputs: jax.Array, dy: jax.Array, number, chunk):
+    def pull_layers(self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk):
         """Returns what `pull` does, from the inputs of all layers.
 
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
@@ -284,7 +284,7 @@ class _Stage:
         lead = (None,) * (x.ndim - 3)
         return execution.shard(x, *lead, "batch", "residual", None)
 
-    def tick(self, run: Run, carry: Carry, item) -> tuple[Carry, None]:
+    def tick(self, run: TickRun, carry: Carry, item) -> tuple[Carry, None]:
         """Returns the carry after one tick, in the order that schedule.program lays down."""
         row, at = item
         carry, y = self._going_forward(run, carry, row, at)
@@ -295,18 +295,18 @@ class _Stage:
             carry = carry._replace(inputs=_put(carry.inputs, row.rx, arriving))
         return carry, None
 
-    def _going_forward(self, run: Run, carry: Carry, row, at) -> tuple[Carry, jax.Array]:
+    def _going_forward(self, run: TickRun, carry: Carry, row, at) -> tuple[Carry, jax.Array]:
         if self.backward and "gradient_hop" in run.some:
             arriving = self._hop(carry.dx, -1)
         if "embed" in run.some:
-            x = _when(
-                self._often("embed", "forward"), at.any_embed,
+            x = _cond_if_needed(
+                self._prefer_mask("embed", "forward"), at.any_embed,
                 lambda x: self._residual(self.embed(self.rest, at.e_mb)).astype(x.dtype), self._blank(carry),
             )  # fmt: skip
             carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
         y = self._blank(carry)
         if "forward" in run.some:
-            chunk, number = _in_this_tick(self.chunk(row.f_chunk), row.f_mb)
+            chunk, number = _barrier_tick(self.chunk(row.f_chunk), row.f_mb)
             x = carry.inputs[row.f_x]
             if self.keeps_layers:
                 y, aux, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
@@ -319,7 +319,9 @@ class _Stage:
         if self.backward and "gradient_hop" in run.some:
             carry = carry._replace(gradients_in=_put(carry.gradients_in, row.rg, arriving))
         if "head" in run.some:
-            carry = _when("head" in run.every, at.any_head, lambda c: self._score(c, y, row, at), carry)
+            carry = _cond_if_needed(
+                "head" in run.every, at.any_head, lambda c: self._score(c, y, row, at), carry
+            )
         return carry, y
 
     def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
@@ -331,9 +333,9 @@ class _Stage:
         last = self.index == self.pipeline.stages - 1
         if not self.pipeline.edges_last:
             y = self._residual(execution.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
-        rest, number = _in_this_tick(self.rest, at.h_mb)
+        rest, number = _barrier_tick(self.rest, at.h_mb)
         if not self.backward:
-            loss = self._of_the_end(last, self.head(rest, y, number))
+            loss = self._mask_edge(last, self.head(rest, y, number))
             return carry._replace(loss=_added(carry.loss, loss))
 
         def objective(trained, y):
@@ -342,15 +344,15 @@ class _Stage:
 
         (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest.trained, y)
         return carry._replace(
-            loss=_added(carry.loss, self._of_the_end(last, loss)),
-            sums=self._add_rest(carry.sums, self._of_the_end(last, drest)),
+            loss=_added(carry.loss, self._mask_edge(last, loss)),
+            sums=self._add_rest(carry.sums, self._mask_edge(last, drest)),
             gradients_in=_put(carry.gradients_in, row.h_g, self._residual(dh)),
         )
 
-    def _going_back(self, run: Run, carry: Carry, row, at) -> Carry:
+    def _going_back(self, run: TickRun, carry: Carry, row, at) -> Carry:
         if "backward" in run.some:
             x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
-            chunk, number = _in_this_tick(self.chunk(row.b_chunk), row.b_mb)
+            chunk, number = _barrier_tick(self.chunk(row.b_chunk), row.b_mb)
             if self.keeps_layers:
                 inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
                 dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
@@ -358,8 +360,8 @@ class _Stage:
                 dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
             carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
-            often = self._often("embed_backward", "backward")
-            carry = _when(often, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
+            often = self._prefer_mask("embed_backward", "backward")
+            carry = _cond_if_needed(often, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
         return carry
 
     def _embed_back(self, carry: Carry, at) -> Carry:
@@ -374,15 +376,15 @@ class _Stage:
 
         pull = jax.vjp(embed, self.rest.trained)[1]
         drest = pull(self._residual(dx))[0]
-        return carry._replace(sums=self._add_rest(carry.sums, self._of_the_end(wanted, drest)))
+        return carry._replace(sums=self._add_rest(carry.sums, self._mask_edge(wanted, drest)))
 
-    def _of_the_end(self, here: jax.Array, tree: Tree) -> Tree:
+    def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
         """Returns what an edge gave; with `edges_last` zeros where the stage is not `here`."""
         if not self.pipeline.edges_last:
             return tree
         return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
 
-    def _often(self, kind: str, pace: str) -> bool:
+    def _prefer_mask(self, kind: str, pace: str) -> bool:
         """Returns whether most ticks that do `pace` do this too: then no predicate, but a mask.
 
         It is for E and EB, which cost little: a predicate would cost a copy of what it may change.
@@ -436,7 +438,7 @@ def _added(total: Loss, new: Loss) -> Loss:
     return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
 
 
-def _in_this_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:
+def _barrier_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:
     """Returns both; what is made of the parameters may not be taken out of the loop over ticks.
 
     Else XLA does so with the gathers of fsdp shards wherever a stage has one chunk. It then holds
@@ -450,6 +452,6 @@ def _put(buffer: jax.Array, slot, value: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
 
 
-def _when(always: bool, wanted, function, carry):
+def _cond_if_needed(always: bool, wanted, function, carry):
     """Returns function(carry), where `wanted`, which is the same on all stages."""
     return function(carry) if always else jax.lax.cond(wanted, function, lambda c: c, carry)

@@ -13,21 +13,23 @@ from jaxdist.protocols import param_names
 Tree = Any
 
 
-class Part(NamedTuple):
+class StageParams(NamedTuple):
     """Arrays of some layers, or of all that are not layers."""
 
     trained: Tree
     held: dict[str, Tree]  # what else the model reads, by kind: "frozen", "model_state"
 
 
-def blocks_of(trained: Tree, held: dict[str, Tree]) -> Part:
+def blocks_of(trained: Tree, held: dict[str, Tree]) -> StageParams:
     """Returns what is in the blocks."""
-    return Part(trained.get("blocks", {}), {kind: tree.get("blocks", {}) for kind, tree in held.items()})
+    return StageParams(
+        trained.get("blocks", {}), {kind: tree.get("blocks", {}) for kind, tree in held.items()}
+    )
 
 
-def edges_of(trained: Tree, held: dict[str, Tree]) -> Part:
+def edges_of(trained: Tree, held: dict[str, Tree]) -> StageParams:
     """Returns what is not in the blocks."""
-    return Part(edges(trained), {kind: edges(tree) for kind, tree in held.items()})
+    return StageParams(edges(trained), {kind: edges(tree) for kind, tree in held.items()})
 
 
 def edges(tree: Tree) -> Tree:
@@ -35,13 +37,13 @@ def edges(tree: Tree) -> Tree:
     return {name: value for name, value in tree.items() if name != "blocks"}
 
 
-def joined(blocks: Part, rest: Part) -> tuple[Tree, dict[str, Tree]]:
+def joined(blocks: StageParams, rest: StageParams) -> tuple[Tree, dict[str, Tree]]:
     """Returns (trained, held) of both."""
     held = {kind: {"blocks": blocks.held[kind], **tree} for kind, tree in rest.held.items()}
     return {"blocks": blocks.trained, **rest.trained}, held
 
 
-def stacked(layer: Part) -> Part:
+def stacked(layer: StageParams) -> StageParams:
     """Returns a layer's arrays as a stack of one."""
     return jax.tree.map(lambda x: x[None], layer)
 

@@ -8,7 +8,14 @@ from jaxdist.parallel.pipeline.schedules.balance import (
     even_cut,
     microbatch_options,
 )
-from jaxdist.parallel.pipeline.schedules.program import KINDS, Program, Rows, Run, Ticks, compile_schedule
+from jaxdist.parallel.pipeline.schedules.program import (
+    KINDS,
+    Program,
+    ScheduleRows,
+    TickRun,
+    Ticks,
+    compile_schedule,
+)
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, draw_text, simulate
 from jaxdist.parallel.pipeline.schedules.table import (
     SCHEDULES,
@@ -21,7 +28,8 @@ from jaxdist.parallel.pipeline.schedules.table import (
 )
 
 __all__ = [
-    "KINDS", "SCHEDULES", "Balance", "Costs", "Option", "Program", "Rows", "Run", "Schedule", "ScheduleError",
-    "Simulation", "Ticks", "balance", "bubble_fraction", "build_schedule", "check", "compile_schedule",
-    "draw_svg", "draw_text", "even_cut", "microbatch_options", "read_schedule", "simulate", "write_schedule",
+    "KINDS", "SCHEDULES", "Balance", "Costs", "Option", "Program", "Schedule", "ScheduleError",
+    "ScheduleRows", "Simulation", "TickRun", "Ticks", "balance", "bubble_fraction", "build_schedule", "check",
+    "compile_schedule", "draw_svg", "draw_text", "even_cut", "microbatch_options", "read_schedule",
+    "simulate", "write_schedule",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ import numpy as np
 from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError, check
 
 
-class Rows(NamedTuple):
+class ScheduleRows(NamedTuple):
     """What a stage does in a tick: int32 [ticks, stages]; no op: `_mb` -1, chunk 0, slot trash."""
 
     rg: np.ndarray  # gradient slot for dx of the next stage that arrives at the START of this tick
@@ -58,7 +58,7 @@ class Ticks(NamedTuple):
 KINDS = tuple(name.removeprefix("any_") for name in Ticks._fields if name.startswith("any_"))
 
 
-class Run(NamedTuple):
+class TickRun(NamedTuple):
     """Ticks [start, start + length) of one kind: names of KINDS done in some, and in all, ticks.
 
     Not in `some`: leave the code out. In `every`: no predicate. Otherwise: a predicate that depends
@@ -76,9 +76,9 @@ class Program:
     """A compiled schedule; buffers have one slot more than `num_`, the last, which is trash."""
 
     schedule: Schedule
-    rows: Rows
+    rows: ScheduleRows
     ticks: Ticks
-    runs: tuple[Run, ...]
+    runs: tuple[TickRun, ...]
     num_inputs: int
     num_gradients: int
     live_inputs: tuple[int, ...]  # input slots in use at the peak, by stage
@@ -111,7 +111,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
         return out
 
     every, first, last = slice(None), slice(0, 1), slice(p * v - 1, None)
-    rows = Rows(
+    rows = ScheduleRows(
         rg=row(g, ng, g_from, slice(0, p * v - 1)),
         e_x=row(x, nx, f, first),
         f_mb=row(i, -1, f, every),
@@ -142,7 +142,7 @@ def _locate(schedule: Schedule) -> np.ndarray:
 
 
 def _ticks(
-    rows: Rows, e_mb: np.ndarray, h_mb: np.ndarray, eb_mb: np.ndarray, *, trash: tuple[int, int]
+    rows: ScheduleRows, e_mb: np.ndarray, h_mb: np.ndarray, eb_mb: np.ndarray, *, trash: tuple[int, int]
 ) -> Ticks:
     return Ticks(
         e_mb=e_mb,
@@ -177,13 +177,13 @@ def _colour(start: np.ndarray, end: np.ndarray, stages: int) -> tuple[np.ndarray
     return slots, tuple(used)
 
 
-def _runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[Run, ...]:
+def _runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[TickRun, ...]:
     flags = {kind: getattr(ticks, f"any_{kind}") for kind in KINDS}
     key = np.stack([flags[kind] for kind in split_by])
     starts = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(0)) + 1).tolist()]
     ends = [*starts[1:], key.shape[1]]
     return tuple(
-        Run(start, end - start,
+        TickRun(start, end - start,
             frozenset(kind for kind in KINDS if flags[kind][start:end].any()),
             frozenset(kind for kind in KINDS if flags[kind][start:end].all()))
         for start, end in zip(starts, ends, strict=True)

@@ -1,0 +1,485 @@
+"""Folders that transformers wrote (tests/data/huggingface) in, and out again, without transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxdist import interop
+from jaxdist.config import ConfigError, trees
+from jaxdist.interop.hf_reader import INDEX, SINGLE
+from support.huggingface import FAMILIES, FOLDERS, MESH, compare, load_all, logits, opened
+
+WINDOW = 5  # of the folders' sliding layers
+
+
+def test_there_is_a_folder_of_every_family():
+    kinds = {json.loads((FOLDERS / name / "config.json").read_text())["model_type"] for name in FAMILIES}
+    assert kinds == set(interop.FAMILIES) and len(FAMILIES) > len(kinds)  # smollm is a llama
+    assert any((FOLDERS / name / INDEX).is_file() for name in FAMILIES)
+    assert np.load(FOLDERS / "mistral" / "tokens.npy").shape[1] > WINDOW
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """Returns {family: what `compare` returned on one device}, made when asked for."""
+    made = {}
+    return lambda name: made.get(name) or made.setdefault(name, compare(FOLDERS / name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(imported, name):
+    difference, tensors, parameters = imported(name)
+    assert difference <= 1e-5
+    stored = load_all(FOLDERS / name)
+    assert tensors.bytes_read == sum(x.nbytes for x in stored.values()) > 10_000
+    assert all(x.dtype == jnp.float32 for x in parameters.values())
+
+
+SHARDED_TOO = ("gpt2", "gemma3")  # the others: tests/interop/test_transformers.py
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SHARDED_TOO else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+def test_logits_on_data_2_fsdp_2_tensor_2(name):
+    difference, _, parameters = compare(FOLDERS / name, MESH)
+    assert difference <= 1e-5
+    placed = [x.sharding for x in parameters.values()]
+    assert all(len(where.device_set) == 8 for where in placed)
+    assert sum(not where.is_fully_replicated for where in placed) >= 7
+
+
+def written(parameters, name, target, **options):
+    """Exports parameters read from a family's folder; returns config.json and the tensors."""
+    _, values = interop.derive(interop.read_config(FOLDERS / name))
+    kind = interop.read_config(FOLDERS / name)["model_type"]
+    family, fields = interop.fields_of(values, {"model_type": kind})
+    shapes = {path: x.shape for path, x in parameters.items()}
+    options = {"dtype": "float32", "max_shard_bytes": 10_000} | options
+    size = interop.export(target, family, fields, shapes, lambda p: np.asarray(parameters[p]), **options)
+    fields = json.loads((target / "config.json").read_text())
+    assert fields["model_type"] == kind and interop.derive(fields)[1] == values
+    tensors = load_all(target)
+    assert size == sum(x.nbytes for x in tensors.values())
+    return fields, tensors
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_written_is_what_was_read(imported, tmp_path, name):
+    before = load_all(FOLDERS / name)
+    fields, after = written(imported(name)[2], name, tmp_path)
+    assert fields["architectures"] == interop.read_config(FOLDERS / name)["architectures"]
+    assert after.keys() == before.keys()
+    for key in before:
+        np.testing.assert_array_equal(before[key].astype(np.float32), after[key], err_msg=key)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    for file in tmp_path.glob("model-*.safetensors"):
+        assert all(index["weight_map"][key] == file.name for key in load_file(file))
+        assert file.stat().st_size < 13_000 or len(load_file(file)) == 1
+
+
+def test_bfloat16_files_come_back_bit_for_bit(imported, tmp_path):
+    before = load_all(FOLDERS / "qwen2")
+    assert {str(x.dtype) for x in before.values()} == {"bfloat16"}
+    fields, after = written(imported("qwen2")[2], "qwen2", tmp_path, dtype="bfloat16", max_shard_bytes=10**9)
+    assert (tmp_path / SINGLE).is_file() and not (tmp_path / INDEX).exists()
+    assert fields["torch_dtype"] == "bfloat16"
+    for key in before:
+        assert before[key].tobytes() == after[key].tobytes() and after[key].dtype == before[key].dtype
+
+
+# --- reading shards --------------------------------------------------------------------------------
+
+
+def test_each_shard_is_read_once_and_nothing_else():
+    """Replicas on data are not read again; a fused tensor is cut; a stack is read layer by layer."""
+    for name in ("phi3", "gpt2"):
+        at = opened(FOLDERS / name, MESH)
+        assert at.mesh.shape["data"] == 2
+        whole = load_all(FOLDERS / name)
+        loaded = at.tensors.load(at.wanted)
+        assert at.tensors.bytes_read == sum(x.nbytes for x in whole.values())
+        alone = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here()) for p, x in at.wanted.items()}
+        for path, x in interop.Tensors(FOLDERS / name, at.tensors.family).load(alone).items():
+            np.testing.assert_array_equal(x, loaded[path], err_msg=path)
+
+
+def here():
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def test_a_shard_may_cut_any_dim():
+    """Heads and head size are one dim in the file: a cut of the second is many ranges there."""
+    at = opened(FOLDERS / "gemma2")
+    tensors, wanted = at.tensors, at.wanted
+    whole = tensors.load(wanted)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
+    cuts = {
+        "blocks/attention/query": ("c", "a", None, "b"),
+        "blocks/attention/out": (None, None, ("a", "b"), "c"),
+    }
+    for path, cut in cuts.items():
+        where = jax.sharding.NamedSharding(mesh, jax.P(*cut))
+        x = whole[path]
+        if x.shape[0] % 2 and cut[0]:
+            where = jax.sharding.NamedSharding(mesh, jax.P(None, *cut[1:]))
+        part = wanted | {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)}
+        tensors.bytes_read = 0
+        found = tensors.load(part)[path]
+        assert found.sharding == where and not where.is_fully_replicated
+        np.testing.assert_array_equal(found, x)
+        assert tensors.bytes_read == sum(x.nbytes for x in whole.values())
+
+
+@pytest.mark.parametrize("base, close", [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)])
+def test_adapters_stand_on_the_weights_and_change_nothing_at_first(base, close):
+    """LoRA keeps a kernel as `base`, QLoRA as codes and scales: both come from the folder."""
+    if base != "none":
+        pytest.importorskip("qwix")
+    folder = FOLDERS / "gpt2"
+    at = opened(folder, {"lora.rank": 2, "lora.base": base}, devices=1)
+    state = at.built.init(at.tensors.load(at.wanted))
+    frozen = trees.flatten_names(state.frozen)
+    assert ("blocks/mlp/up/base" if base == "none" else "blocks/mlp/up/codes") in frozen
+    tokens, expected = np.load(folder / "tokens.npy"), np.load(folder / "logits.npy")
+    found = logits(at, state.trainable, tokens, state.frozen)
+    assert np.abs(found - expected).max() <= close
+
+
+# --- config.json -----------------------------------------------------------------------------------
+
+COMMON = {
+    "architectures": ["X"],
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "max_position_embeddings": 2048, "hidden_act": "silu",
+}  # fmt: skip
+# Fields as published folders have them, in the spelling of their time, and values that they must give.
+PUBLISHED = {
+    "Llama 2": (
+        {"model_type": "llama", "rms_norm_eps": 1e-5, "pretraining_tp": 1, "rope_scaling": None},
+        {"num_kv_heads": 8, "head_dim": 8, "rope_theta": 10000.0, "tie_embeddings": False, "norm_eps": 1e-5},
+    ),
+    "Llama 3.2": (
+        {
+            "model_type": "llama", "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+            "attention_bias": False, "mlp_bias": False, "rope_theta": 500000.0, "tie_word_embeddings": True,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+        {
+            "rope_theta": 500000.0, "rope_factor": 32.0, "rope_original_positions": 8192, "head_dim": 16,
+            "rope_scaling": "llama3", "tie_embeddings": True,
+        },
+    ),
+    "linear": (
+        {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": "linear", "rope_factor": 4.0},
+    ),
+    "Mistral 0.1": (
+        {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 1024, "rms_norm_eps": 1e-5},
+        {"window": 1024, "layer_pattern": ("local",), "num_kv_heads": 2},
+    ),
+    "Mistral 0.3": (
+        {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1e6},
+        {"window": 0, "layer_pattern": ("global",), "rope_theta": 1e6},
+    ),
+    "Qwen 2.5": (
+        {
+            "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768,
+            "max_window_layers": 21, "tie_word_embeddings": True, "use_mrope": None,
+        },
+        {"bias": "qkv", "window": 0, "layer_pattern": ("global",), "tie_embeddings": True},
+    ),
+    "Qwen 3": (
+        {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "use_sliding_window": False},
+        {"qk_norm": "head", "head_dim": 32, "bias": "none"},
+    ),
+    "Gemma 2": (
+        {
+            "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144, "sliding_window": 512,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 16,
+            "num_key_value_heads": 4,
+        },
+        {
+            "attention_scale": 1 / 12, "embedding_scale": 8.0, "attention_softcap": 50.0, "window": 512,
+            "layer_pattern": ("local", "global"), "norm": "rms_plus_one", "norm_position": "both",
+            "activation": "gelu", "logit_softcap": 30.0, "tie_embeddings": True,
+        },
+    ),
+    "Gemma 3 text": (
+        {
+            "model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 8, "sliding_window": 512,
+            "sliding_window_pattern": 6, "head_dim": 16,
+            "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+            "query_pre_attn_scalar": 256, "num_key_value_heads": 1, "attn_logit_softcapping": None,
+        },
+        {
+            "layer_pattern": ("local",) * 5 + ("global",), "rope_theta": 1e6, "rope_theta_local": 1e4,
+            "qk_norm": "head", "attention_softcap": 0.0, "num_kv_heads": 1,
+        },
+    ),
+    "Phi 3": (
+        {
+            "model_type": "phi3", "original_max_position_embeddings": 4096, "sliding_window": 2047,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "auto_map": {"AutoConfig": "x.Y"}, "rope_scaling": None,
+        },
+        {"window": 2047, "layer_pattern": ("local",), "rotary_fraction": 1.0},
+    ),
+    "OLMo 2": (
+        {"model_type": "olmo2", "attention_bias": False, "rope_theta": 500000},
+        {"norm_position": "post", "qk_norm": "projection", "norm_eps": 1e-5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    own, expected = PUBLISHED[name]
+    family, values = interop.derive(COMMON | SIZES | own)
+    assert family.model_type == own["model_type"]
+    found = {
+        key: pytest.approx(values[key]) if isinstance(values[key], float) else values[key] for key in expected
+    }
+    assert found == expected
+    again, fields = interop.fields_of(values, own)
+    assert again is family and interop.derive(fields)[1] == values
+
+
+def test_gpt2_as_it_was_first_published():
+    fields = {
+        "model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "resid_pdrop": 0.1,
+        "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {}}, "layer_norm_epsilon": 1e-05,
+    }  # fmt: skip
+    values = interop.derive(fields)[1]
+    assert (values["d_ff"], values["head_dim"], values["max_positions"]) == (3072, 64, 1024)
+    assert values["tie_embeddings"] and values["positions"] == "learned" and values["bias"] == "all"
+
+
+def test_the_text_part_of_a_multimodal_gemma(tmp_path):
+    """Its config is nested and leaves out defaults; its tensors have another prefix, and company."""
+    source = FOLDERS / "gemma3"
+    text = interop.read_config(source)
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "boi_token_index": 5}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert interop.derive(interop.read_config(tmp_path)) == interop.derive(text)
+    assert interop.derive({"model_type": "gemma3_text"})[1]["vocab_size"] == 262_208
+    for old in ("language_model.model.", "model.language_model."):
+        names = {}
+        for file in source.glob("*.safetensors"):
+            shutil.copyfile(file, tmp_path / file.name)
+        for file in tmp_path.glob("*.safetensors"):
+            data = load_file(file)
+            renamed = {key.replace("model.", old, 1): x for key, x in data.items()}
+            if not names:
+                renamed["vision_tower.x.weight"] = np.zeros(3, np.float32)
+            save(renamed, file)
+            names |= dict.fromkeys(renamed, file.name)
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+        (tmp_path / "tokens.npy").write_bytes((source / "tokens.npy").read_bytes())
+        (tmp_path / "logits.npy").write_bytes((source / "logits.npy").read_bytes())
+    assert compare(tmp_path)[0] <= 1e-5
+
+
+def save(tensors, file):
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+LLAMA = COMMON | SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5}
+REFUSED = {
+    "rope yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta": 1}},
+        "rope_type='yarn': not built",
+    ),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    "part of rope": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+    "field in rope": (
+        {"rope_parameters": {"rope_type": "default", "wat": 1}},
+        "rope_parameters.wat=1: this field",
+    ),
+    "unknown field": (
+        {"residual_multiplier": 0.22},
+        "residual_multiplier=0.22: this field is not understood",
+    ),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias=True: not supported; required False"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: this field"),
+    "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': not built; there are silu"),
+    "type": ({"hidden_size": "64"}, "hidden_size='64': a whole number is required"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not built for this architecture"),
+    "own code": ({"model_type": "mine", "auto_map": {}}, "auto_map={}: code of the folder, never run"),
+    "unknown": ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0: this field"),
+    "look-alike": ({"model_type": "helium"}, "model_type='helium': it rotates pairs"),
+    "not legal here": ({"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_named(name):
+    assert interop.derive(LLAMA)[0].model_type == "llama"
+    changes, text = REFUSED[name]
+    with pytest.raises(ConfigError) as raised:
+        interop.derive(LLAMA | changes)
+    assert any(text in fault for fault in raised.value.faults), raised.value.faults
+    assert len(raised.value.faults) == 1 or changes.get("model_type"), raised.value.faults
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_field_with_any_other_value_is_refused_or_read(name):
+    """Never a traceback; and what is read can be written and read again."""
+    config, refusals = interop.read_config(FOLDERS / name), 0
+    for key in config:
+        for value in (None, "x", [], [[]], {}, {"rope_type": []}, -1, 0, 0.5, True, float("nan"), "absent"):
+            changed = config | {key: value}
+            if value == "absent":
+                del changed[key]
+            try:
+                _, values = interop.derive(changed)
+            except ConfigError as error:
+                refusals += 1
+                assert all(fault.startswith("config.json: ") for fault in error.faults)
+                continue
+            assert interop.derive(interop.fields_of(values, changed)[1])[1] == values, (key, value)
+    assert refusals > 60
+
+
+def test_all_faults_come_at_once():
+    wrong = LLAMA | {"mlp_bias": True, "wat": 1, "rope_scaling": {"rope_type": "yarn"}}
+    del wrong["vocab_size"]
+    with pytest.raises(ConfigError) as raised:
+        interop.derive(wrong)
+    assert len(raised.value.faults) == 4 and "vocab_size is missing" in raised.value.faults[0]
+
+
+def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
+    family, values = interop.derive(LLAMA | {"model_type": "new_one"})
+    assert family.model_type == "llama" and values == interop.derive(LLAMA)[1]
+
+
+@pytest.mark.parametrize(
+    "changes, family",
+    [
+        ({}, "llama"),
+        ({"bias": "qkv"}, "qwen2"),
+        ({"bias": "attention"}, "llama"),
+        ({"window": 8, "layer_pattern": ("local",)}, "mistral"),
+        ({"window": 8, "layer_pattern": ("global", "local"), "qk_norm": "head"}, "qwen3"),
+        ({"rotary_fraction": 0.5}, "phi3"),
+        ({"norm_position": "post", "qk_norm": "projection"}, "olmo2"),
+        ({"dropout": 0.3, "z_loss": 1e-4, "init_std": 0.5}, "llama"),  # no matter for logits
+        ({"rope_low_factor": 3.0, "max_positions": 77}, "llama"),  # without effect
+    ],
+)
+def test_the_family_that_can_express_the_values_is_chosen(changes, family):
+    assert interop.fields_of(changes)[0].model_type == family
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"gated": False}, "model.gated=False, there True"),
+        ({"norm": "layer", "gated": False, "activation": "relu"}, "nearest, "),
+        ({"embedding_scale": 2.0}, "model.embedding_scale=2.0, there 1.0"),
+        ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
+    ],
+)
+def test_values_that_no_family_has_are_named(changes, text):
+    with pytest.raises(ConfigError, match="none of llama") as raised:
+        interop.fields_of(changes)
+    assert any(text in fault for fault in raised.value.faults), raised.value.faults
+
+
+# --- folders that are not right --------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Returns a copy of the llama folder, which has several files."""
+    return Path(shutil.copytree(FOLDERS / "llama", tmp_path / "llama"))
+
+
+@pytest.fixture(scope="module")
+def shapes(imported):
+    """Returns the shapes of the llama folder's parameters."""
+    return {path: x.shape for path, x in imported("llama")[2].items()}
+
+
+def refused(folder, shapes, *texts):
+    _, values = interop.derive(interop.read_config(FOLDERS / "llama"))
+    with pytest.raises(ConfigError) as raised:
+        interop.open_weights(folder, values, shapes)
+    for text in texts:
+        assert any(text in fault for fault in raised.value.faults), raised.value.faults
+    return raised.value.faults
+
+
+def test_damaged_folders_are_refused(folder, shapes):
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    data = files[0].read_bytes()
+    files[0].write_bytes(data[:-8])
+    files[1].rename(folder / "away")
+    refused(folder, shapes, files[0].name, files[1].name)
+    files[0].write_bytes(b"\xff" * 64)
+    refused(folder, shapes, files[0].name)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "../other.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    refused(folder, shapes, "names files outside the folder")
+    (folder / INDEX).write_text("{")
+    refused(folder, shapes, "cannot be read")
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed(folder, shapes):
+    tensors = load_all(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    assert tensors.pop("model.layers.1.mlp.up_proj.weight").shape == (24, 16)
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(4, np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)  # of old files
+    tensors["model.norm.weight"] = np.ones(8, np.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+    save(tensors, folder / SINGLE)
+    faults = refused(
+        folder,
+        shapes,
+        "missing tensors: model.layers.1.mlp.up_proj.weight",
+        "unexpected tensors: model.layers.0.self_attn.q_norm.weight",
+        "model.norm.weight has shape (8,), config.json makes it (16,)",
+        "lm_head.weight is I8; required F32",
+    )
+    assert len(faults) == 4
+
+
+def test_pickled_weights_are_never_read(folder, shapes):
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    refused(folder, shapes, "pickled weights, which are never read")
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, shapes, "no model.safetensors")
+    (folder / "config.json").unlink()
+    refused(folder, shapes, "no config.json there")
+
+
+def test_another_model_than_the_configs_is_refused(shapes):
+    _, values = interop.derive(interop.read_config(FOLDERS / "llama"))
+    with pytest.raises(ConfigError, match="holds another model than the config: model.d_ff=48, there 24"):
+        interop.open_weights(FOLDERS / "llama", values | {"d_ff": 48}, shapes)

@@ -1,0 +1,80 @@
+"""A folder read by several processes: each reads the bytes of its own shards, and holds little more."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist import interop
+from support.paths import SUPPORT
+
+SHAPE = {"num_layers": 3, "d_model": 256, "d_ff": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+PROGRAM = SUPPORT / "read_huggingface.py"
+
+
+def write_folder(folder: Path) -> int:
+    """Writes a random Llama of 12 MB in several files; returns the bytes of its tensors."""
+    values = interop.canonical_values(SHAPE | {"vocab_size": 1024, "tie_embeddings": False})
+    family, fields = interop.fields_of(values)
+    d, f, v, kv, n = 256, 768, 1024, 4, 32
+    blocks = {
+        "attention_norm/scale": (d,), "mlp_norm/scale": (d,), "attention/query": (d, 8, n),
+        "attention/key": (d, kv, n), "attention/value": (d, kv, n), "attention/out": (8, n, d),
+        "mlp/gate": (d, f), "mlp/up": (d, f), "mlp/down": (f, d),
+    }  # fmt: skip
+    shapes = {"embedding": (v, d), "final_norm/scale": (d,), "output": (d, v)}
+    shapes |= {f"blocks/{path}": (3, *dims) for path, dims in blocks.items()}
+    draw = np.random.default_rng(0)
+    return interop.export(
+        folder, family, fields, shapes, lambda path: draw.standard_normal(shapes[path], np.float32),
+        dtype="float32", max_shard_bytes=3_000_000,
+    )  # fmt: skip
+
+
+def read_together(folder: Path, processes: int, devices_each: int, mesh: str) -> list[dict]:
+    """Returns what each process says of its reading."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        own = {
+            "JAXDIST_COORDINATOR": f"127.0.0.1:{port}", "JAXDIST_NUM_PROCESSES": str(processes),
+            "JAXDIST_PROCESS_ID": str(rank), "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
+        }  # fmt: skip
+        command = [sys.executable, str(PROGRAM), str(folder), mesh]
+        started.append(subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate()[0] for process in started]
+    assert all(process.returncode == 0 for process in started)
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def test_two_processes_each_read_their_share(tmp_path):
+    """fsdp 4 over two processes of two devices: half of the bytes each, and a copy of the norms."""
+    total = write_folder(tmp_path)
+    assert total > 10_000_000 and len(list(tmp_path.glob("*.safetensors"))) > 2
+    found = read_together(tmp_path, 2, 2, "fsdp=4")
+    assert sorted(one["process"] for one in found) == [0, 1]
+    for one in found:
+        assert one["processes"] == 2 and one["devices"] == 4
+        assert total / 2 <= one["share"] <= 1.02 * total / 2
+        assert one["read"] == pytest.approx(one["share"], rel=0.02)
+        # On CPU the arrays are the host's memory: all of the peak but a piece of one tensor.
+        assert one["share"] <= one["peak"] <= one["share"] + one["largest_tensor"]
+    assert found[0]["sum"] == pytest.approx(found[1]["sum"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_are_read_once_by_each_process(tmp_path):
+    """data 2 over the processes, tensor 2 inside: each reads all, each of its devices half."""
+    total = write_folder(tmp_path)
+    for one in read_together(tmp_path, 2, 2, "data=2,tensor=2"):
+        assert one["read"] == pytest.approx(total, rel=0.02) and one["share"] == pytest.approx(
+            total, rel=0.02
+        )

@@ -1,0 +1,198 @@
+"""Against the libraries themselves: what transformers wrote, we read; what we write, it reads.
+
+Needs the extra interop-test. tests/interop/test_interop.py proves the same on folders made before.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from jaxdist import convert, interop  # noqa: E402
+from jaxdist.config import ConfigError  # noqa: E402
+from jaxdist.data import open_dataset  # noqa: E402
+from jaxdist.telemetry.metrics import read_rows  # noqa: E402
+from jaxdist.trainer import (  # noqa: E402
+    pretrained,
+    run_config,  # noqa: E402
+    trainer,
+)
+from support.huggingface import FOLDERS, MESH, compare, load_all  # noqa: E402
+from support.transformers_folders import LENGTH, NAMES, made, make  # noqa: E402
+
+
+def reloaded(folder, target, parameters, dtype="float32"):
+    """Exports imported parameters; returns what transformers makes of the folder."""
+    config = interop.read_config(folder)
+    family, fields = interop.fields_of(interop.derive(config)[1], {"model_type": config["model_type"]})
+    shapes = {path: x.shape for path, x in parameters.items()}
+    interop.export(
+        target, family, fields, shapes, lambda path: np.asarray(parameters[path]), dtype=dtype,
+        max_shard_bytes=20_000,
+    )  # fmt: skip
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        target, output_loading_info=True, dtype=torch.float32
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}, info
+    return model.eval()
+
+
+def check(folder, target, original, changes):
+    difference, _, parameters = compare(folder, changes)
+    assert difference <= 1e-5
+    model = reloaded(folder, target, parameters)
+    assert type(model) is type(original)
+    tokens = np.load(folder / "tokens.npy")
+    assert tokens.shape[1] > 4 * (getattr(original.config, "sliding_window", None) or 0) - 1
+    after = make.logits_of(model, tokens)
+    assert np.abs(after - np.load(folder / "logits.npy")).max() <= 1e-6
+
+
+DEFAULT = ("gemma2", "phi3")  # the other families take longer than the default suite may
+SOME = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_model_comes_in_and_goes_out(name, tmp_path):
+    check(tmp_path, tmp_path / "out", made(name, tmp_path), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_comes_in_on_eight_devices(name, tmp_path):
+    check(tmp_path, tmp_path / "out", made(name, tmp_path), MESH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [None, MESH], ids=["one", "eight"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tied_the_other_way_in_bfloat16_and_many_files(name, changes, tmp_path):
+    original = made(name, tmp_path, flip=True, dtype=torch.bfloat16, shard="10KB")
+    tied = interop.derive(interop.read_config(tmp_path))[1]["tie_embeddings"]
+    assert tied != interop.derive(make.configs()[name].to_dict())[1]["tie_embeddings"]
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert {str(x.dtype) for x in load_all(tmp_path).values()} == {"bfloat16"}
+    check(tmp_path, tmp_path / "out", original, changes)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm"])
+def test_the_command_there_and_back(name, tmp_path):
+    """transformers -> workdir -> transformers, its tokenizer too."""
+    source = FOLDERS / name
+    steps = [(source, tmp_path / "work", "jaxdist"), (tmp_path / "work", tmp_path / "out", "huggingface")]
+    for before, after, kind in steps:
+        assert convert.main(["--from", str(before), "--to", str(after), "--format", kind]) == 0
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}, info
+    found = make.logits_of(model.eval().float(), np.load(source / "tokens.npy"))
+    assert np.abs(found - np.load(source / "logits.npy")).max() <= 1e-6
+    original = transformers.AutoConfig.from_pretrained(source).to_dict()
+    written = model.config.to_dict()
+    assert {key for key in original if original[key] != written[key]} <= {"dtype", "_name_or_path"}
+    if name == "smollm":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert (
+            tokenizer.decode(tokenizer("the inn")["input_ids"]) == "the inn" and tokenizer.eos_token_id == 259
+        )
+
+
+def test_the_text_part_of_a_multimodal_gemma(tmp_path):
+    text = make.configs()["gemma3"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4}
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    model = make.build(config)
+    tokens = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
+    np.save(tmp_path / "tokens.npy", tokens.astype(np.int32))
+    with torch.no_grad():
+        np.save(tmp_path / "logits.npy", model(torch.tensor(tokens)).logits.numpy())
+    model.save_pretrained(tmp_path)
+    assert any("vision_tower" in name for name in load_all(tmp_path))
+    assert compare(tmp_path)[0] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
+    steps, size, rate, decay = 20, 8, 3e-3, 0.1
+    source = tmp_path / "source"
+    source.mkdir()
+    model = made(name, source).eval()  # no dropout
+    vocab = model.config.vocab_size
+    np.random.default_rng(3).integers(0, vocab, 8000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    config = run_config.default_config()
+    config.update_from_flattened_dict(
+        {
+            "init.from_huggingface": str(source), "train.steps": steps, "train.log_every": 1,
+            "batch.global_size": size, "batch.sequence_length": 16, "mesh.fsdp": 2, "mesh.tensor": 2,
+            "data.source": "bin", "data.path": str(tmp_path / "tokens.bin"), "optimizer.schedule": "constant",
+            "optimizer.learning_rate": rate, "optimizer.warmup_steps": 0, "optimizer.weight_decay": decay,
+            "optimizer.clip_norm": 0.0, "optimizer.b2": 0.95, "checkpoint.save_at_end": False,
+        }
+    )  # fmt: skip
+    pretrained.apply_hf_config(config)
+    run = run_config.from_config(config)
+    with jax.default_matmul_precision("highest"):
+        trainer.run(run, tmp_path / "run")
+    found = [row["loss"] for row in read_rows(tmp_path / "run").train]
+
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    dataset = open_dataset(run.data, sequence_length=16, vocab_size=vocab, seed=run.seed, log=lambda _: None)
+    expected = []
+    for step in range(steps):
+        batch = {
+            key: torch.tensor(np.asarray(x)).long() for key, x in dataset.train_batch(step, size).items()
+        }
+        logits = model(batch["tokens"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocab), batch["targets"].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert len(found) == steps and expected[0] - expected[-1] > 0.1, "it learns"
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+# transformers' own architectures that have Llama's fields. Whatever we accept must compute the same.
+@pytest.mark.slow
+def test_no_other_architecture_is_accepted_and_computes_something_else(tmp_path):
+    accepted, wrong = [], []
+    for kind in sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if kind in interop.FAMILIES:
+            continue
+        try:
+            config = transformers.AutoConfig.for_model(kind, **make.SIZES)
+            folder = tmp_path / kind
+            folder.mkdir()
+            (folder / "config.json").write_text(config.to_json_string())
+            interop.derive(interop.read_config(folder))
+            with torch.device("meta"):
+                size = sum(
+                    p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+                )
+            if size > 1_000_000:  # a config whose parts keep their own sizes
+                continue
+            model = make.build(config)
+        except Exception:  # refused by us, or not made so small by transformers
+            continue
+        tokens = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
+        np.save(folder / "tokens.npy", tokens.astype(np.int32))
+        np.save(folder / "logits.npy", make.logits_of(model, tokens))
+        model.save_pretrained(folder)
+        try:
+            accepted.append(kind)
+            if compare(folder)[0] > 1e-5:
+                wrong.append(kind)
+        except ConfigError:
+            accepted.remove(kind)
+    assert accepted and not wrong, (accepted, wrong)
+    print("read as llama:", accepted)

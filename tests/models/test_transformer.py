@@ -1,0 +1,242 @@
+"""The transformer's variants: losses, gradients, rotary positions, packed documents."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
+from jaxdist.models.transformer import TransformerConfig
+from jaxdist.protocols.model import BlockInfo, is_staged
+from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
+
+VARIANTS = {
+    "llama": replace(TINY, num_kv_heads=2),
+    "gpt2": replace(
+        TINY, positions="learned", max_positions=16, norm="layer", activation="gelu", gated=False,
+        bias="all", tie_embeddings=True, dropout=0.1,
+    ),
+    "qwen2": replace(TINY, num_kv_heads=2, bias="qkv", tie_embeddings=True, rope_theta=1e6),
+    "qwen3": replace(TINY, num_kv_heads=1, qk_norm="head", head_dim=16),
+    "gemma-like": replace(TINY, activation="gelu", logit_softcap=5.0, z_loss=1e-2),
+}  # fmt: skip
+
+
+def built(config: TransformerConfig) -> tuple:
+    """Returns (graph, parameters, loss and gradients of a batch with a key)."""
+    graph, parameters = nnx.split(model_of(config))
+
+    def objective(parameters, batch, key):
+        loss = nnx.merge(graph, parameters).loss(batch, key)
+        return loss.sum + sum(loss.aux.values()), loss
+
+    gradient = jax.value_and_grad(objective, has_aux=True)
+    return graph, parameters, jax.jit(gradient, compiler_options=FAST_COMPILE)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_reach_every_parameter(name):
+    config = VARIANTS[name]
+    _, parameters, gradient = built(config)
+    (_, loss), found = gradient(parameters, batch_of(config), jax.random.key(1))
+    mean = float(loss.sum / loss.count)
+    assert math.isfinite(mean) and abs(mean - math.log(config.vocab_size)) < 3
+    assert float(loss.count) == batch_of(config)["weights"].sum()
+    assert set(loss.aux) == ({"z_loss"} if config.z_loss else set())
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    assert len(leaves) == len(jax.tree.leaves(parameters)) > 8
+    for path, leaf in leaves:
+        size = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max()
+        # A key's bias moves all logits of a query alike: softmax does not see it, but for rotation.
+        if name == "gpt2" and "key_bias" in jax.tree_util.keystr(path):
+            assert size < 1e-4
+        else:
+            assert np.isfinite(size) and size > 1e-6, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma-like"])
+def test_the_loss_is_that_of_the_logits(name):
+    config, batch = replace(VARIANTS[name], dropout=0.0), batch_of(TINY)
+    model = model_of(config)
+    logits = np.asarray(nnx.jit(lambda model: model.forward(batch))(model), np.float64)
+    loss = nnx.jit(lambda model: model.loss(batch, None))(model)
+    top = logits.max(-1, keepdims=True)
+    log_z = (np.log(np.exp(logits - top).sum(-1, keepdims=True)) + top)[..., 0]
+    picked = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    expected = (batch["weights"] * (log_z - picked)).sum()
+    assert float(loss.sum) == pytest.approx(expected, rel=1e-5)
+    if config.z_loss:
+        z = config.z_loss * (batch["weights"] * log_z**2).sum()
+        assert float(loss.aux["z_loss"]) == pytest.approx(z, rel=1e-5)
+        assert np.abs(logits).max() < config.logit_softcap
+
+
+def test_a_model_is_causal_and_reads_its_positions():
+    model = model_of(TINY)
+    forward = nnx.jit(lambda model, batch: model.forward(batch))
+    batch = batch_of()
+    changed = batch | {"tokens": batch["tokens"].copy()}
+    changed["tokens"][:, 9] = (changed["tokens"][:, 9] + 1) % TINY.vocab_size
+    before, after = (np.asarray(forward(model, b)) for b in (batch, changed))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(-1).all()
+    # Rotary attention sees distances alone, so equal shifts change nothing; unequal ones do.
+    shifted = np.asarray(forward(model, batch | {"positions": batch["positions"] + 7}))
+    assert worst(shifted, before) < 1e-4
+    stretched = np.asarray(forward(model, batch | {"positions": 2 * batch["positions"]}))
+    assert worst(stretched, before) > 1e-3
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+
+def llama3_frequencies(
+    size: int, theta: float, factor: float, low: float, high: float, length: int
+) -> list[float]:
+    """Returns angular frequencies as the Llama 3.1 report and its reference code have them."""
+    found = []
+    for i in range(size // 2):
+        frequency = 1.0 / theta ** (2 * i / size)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            found.append(frequency)
+        elif wavelength > length / low:
+            found.append(frequency / factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            found.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return found
+
+
+def test_rotary_frequencies_of_llama_3():
+    setting = dict(factor=8.0, low=1.0, high=4.0, original=8192)
+    ours = np.asarray(rotary_frequencies(128, 500000.0, **setting))
+    expected = np.array(llama3_frequencies(128, 500000.0, 8.0, 1.0, 4.0, 8192))
+    plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
+    kept, stretched = expected == plain, np.isclose(expected, plain / 8)
+    assert kept.any() and stretched.any() and (~kept & ~stretched).any()  # all three ranges
+    np.testing.assert_allclose(ours, expected, rtol=2e-6)
+    np.testing.assert_allclose(rotary_frequencies(128, 500000.0), plain, rtol=2e-6)
+    linear = rotary_frequencies(128, 500000.0, factor=8.0, scaling="linear")
+    np.testing.assert_allclose(linear, plain / 8, rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", [8, 12])
+def test_rotation_turns_halves_of_the_first_dims_by_position_times_frequency(size):
+    frequencies = np.asarray(rotary_frequencies(8, 100.0))
+    positions = np.array([[0, 1, 5]], np.int32)
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, size)).astype(np.float32)
+    cos, sin = rotary_tables(jnp.asarray(positions), jnp.asarray(frequencies))
+    ours = np.asarray(rotate(jnp.asarray(x), cos, sin))
+    turned = (x[..., :4] + 1j * x[..., 4:8]) * np.exp(
+        1j * positions[:, :, None, None] * frequencies[None, None, None]
+    )
+    expected = np.concatenate([turned.real, turned.imag, x[..., 8:]], -1)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+    assert worst(ours[:, 1:], x[:, 1:]) > 0.1
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_documents_are_as_if_alone(name):
+    config = replace(VARIANTS[name], dropout=0.0)
+    _, parameters, gradient = built(config)
+    random, lengths = np.random.default_rng(3), (5, 7)
+    documents = [random.integers(0, config.vocab_size, n + 1, dtype=np.int32) for n in lengths]
+
+    def rows(parts: list[np.ndarray], ids: list[int]) -> dict:
+        row = {key: np.zeros((1, 16), np.int32) for key in ("tokens", "targets", "positions")}
+        row |= {"segment_ids": np.zeros((1, 16), np.int32), "sample": np.zeros(1, np.int32)}
+        row["weights"] = np.zeros((1, 16), np.float32)
+        start = 0
+        for part, number in zip(parts, ids, strict=True):
+            where = slice(start, start + len(part) - 1)
+            row["tokens"][0, where], row["targets"][0, where] = part[:-1], part[1:]
+            row["positions"][0, where] = np.arange(len(part) - 1)
+            row["segment_ids"][0, where], row["weights"][0, where] = number, 1
+            start = where.stop
+        return row
+
+    (packed, loss), packed_gradient = gradient(parameters, rows(documents, [1, 2]), None)
+    alone = [gradient(parameters, rows([document], [1]), None) for document in documents]
+    assert float(loss.count) == sum(lengths)
+    assert float(packed) == pytest.approx(sum(float(value) for (value, _), _ in alone), rel=1e-6)
+    total = jax.tree.map(jnp.add, *(gradients for _, gradients in alone))
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(total))
+    for ours, expected in zip(*map(jax.tree.leaves, (packed_gradient, total)), strict=True):
+        assert float(np.abs(ours - expected).max()) < 1e-6 * largest
+    mixed = rows(documents, [1, 1])
+    assert float(gradient(parameters, mixed, None)[0][0]) != pytest.approx(float(packed), rel=1e-4)
+
+
+# --- dropout, faults ------------------------------------------------------------------------------
+
+
+def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
+    x = jnp.ones((4, 64, 32))
+
+    def masked(samples, layer=0, site=1, key=0):
+        fields = {"sample": jnp.asarray(samples, jnp.int32)}
+        return np.asarray(dropout(x, 0.25, BlockInfo(jax.random.key(key), layer, fields), site))
+
+    first = masked([0, 1, 2, 3])
+    assert set(np.unique(first)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert first.mean() == pytest.approx(1, abs=0.03)
+    np.testing.assert_array_equal(masked([3, 2, 1, 0])[::-1], first)
+    for other in (
+        masked([4, 5, 6, 7]),
+        masked([0, 1, 2, 3], layer=1),
+        masked([0, 1, 2, 3], site=2),
+    ):
+        assert 0.2 < (other != first).mean() < 0.6
+    assert dropout(x, 0.25, BlockInfo(None, 0, {}), 1) is x
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
+        ({"d_ff": 0}, "model.d_ff=0: must be >= 1"),
+        ({"head_dim": 7}, "rotary positions need an even size"),
+        ({"positions": "learned"}, "model.max_positions: learned positions need"),
+        ({"dropout": 1.0}, "model.dropout=1.0: must be in [0, 1)"),
+        ({"window": 8}, "model.window=8: model.layer_pattern=global has no local layers"),
+        ({"rope_theta_local": 1e4}, "model.rope_theta_local=10000.0: model.layer_pattern=global has no"),
+        ({"layer_pattern": ("local",)}, "model.layer_pattern=local: local layers need model.window"),
+        ({"layer_pattern": ("local", "all")}, "entries must be global or local"),
+        ({"layer_pattern": ()}, "model.layer_pattern= is empty: its entries must be global or local"),
+        ({"layer_pattern": ("local",), "window": -1}, "model.window=-1: must be >= 0"),
+        ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0: must be in (0, 1]"),
+        ({"rotary_fraction": 1.5}, "model.rotary_fraction=1.5: must be in (0, 1]"),
+        ({"rotary_fraction": 0.4}, "rotary positions need an even size, here 3"),
+        ({"embedding_scale": 0.0}, "model.embedding_scale=0.0: must be > 0"),
+        ({"attention_scale": -1.0}, "model.attention_scale=-1.0: must be >= 0"),
+        ({"attention_softcap": math.nan}, "model.attention_softcap=nan: must be >= 0"),
+    ],
+)
+def test_impossible_sizes_are_faults(change, text):
+    assert TINY.faults() == []
+    (fault,) = replace(TINY, **change).faults()
+    assert text in fault
+
+
+def test_all_faults_are_told_at_once():
+    wrong = replace(TINY, head_dim=0, dropout=2.0, rotary_fraction=-1.0, window=4, rope_theta_local=1.0)
+    assert len(wrong.faults()) == 5
+
+
+def test_the_model_is_staged_and_starts_as_configured():
+    model = model_of(replace(TINY, zero_init_outputs=True))
+    assert is_staged(model)
+    assert not model.blocks.mlp.down[...].any() and not model.blocks.attention.out[...].any()
+    layers = np.asarray(model.blocks.mlp.up[...])
+    assert layers.shape == (2, 32, 48) and not np.array_equal(layers[0], layers[1])
+    assert layers.std() == pytest.approx(TINY.init_std, rel=0.1)
+    down = model_of(TINY).blocks.mlp.down[...]
+    assert float(down.std()) == pytest.approx(TINY.init_std / 2, rel=0.1)  # 1 / sqrt(2 * layers)

@@ -1,0 +1,515 @@
+"""Schedules: closed forms, the checker against an oracle, compiled programs run on tokens."""
+
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import Costs, Schedule, ScheduleError, build_schedule, simulate
+
+SIZES = range(1, 9)
+PLAIN = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in SIZES for m in SIZES]
+CHUNKED = [("interleaved", p, m, v) for p, m, v in itertools.product(SIZES, SIZES, SIZES) if m % p == 0]
+LONGER = [("interleaved", p, m, v) for p in (2, 3, 4) for m in (4 * p, 5 * p) for v in (2, 3)]
+ALL = [*PLAIN, *CHUNKED, *LONGER, ("1f1b", 4, 33, 1), ("gpipe", 3, 20, 1)]
+
+
+def ticks_of(name, p, m, v):
+    """The closed forms of the pipeline notes, section 3."""
+    return 2 * (m + p - 1) if name == "gpipe" else m * v + v * p + p - 2
+
+
+class Machine:
+    """Runs a compiled program on tokens: ("x", i, k) is the input of place k, ("g", i, k) the
+    gradient of its output. Everything else is junk, and junk may only ever meet trash."""
+
+    def __init__(self, program):
+        self.program, self.p = program, program.schedule.stages
+        self.places = self.p * program.schedule.chunks
+        self.inputs = [["junk"] * (program.num_inputs + 1) for _ in range(self.p)]
+        self.gradients = [["junk"] * (program.num_gradients + 1) for _ in range(self.p)]
+        self.y, self.dx = ["junk"] * self.p, ["junk"] * self.p
+        self.done = []
+
+    def run(self):
+        end = 0
+        for run in self.program.runs:
+            assert run.start == end and run.length > 0 and run.every <= run.some
+            end += run.length
+            for tick in range(run.start, end):
+                self.tick(tick, run)
+        assert end == len(self.program.schedule.table)
+        return self
+
+    def does(self, tick, run, kind):
+        flag = bool(getattr(self.program.ticks, f"any_{kind}")[tick])
+        assert flag or kind not in run.every
+        assert kind in run.some or not flag
+        return flag
+
+    def tick(self, tick, run):
+        row = type(self.program.rows)(*(column[tick] for column in self.program.rows))
+        e_mb, h_mb, eb_mb = (column[tick] for column in self.program.ticks[:3])
+        stages = range(self.p)
+        arrived = [self.dx[(s + 1) % self.p] for s in stages]
+        if self.does(tick, run, "embed"):
+            for s in stages:
+                self.inputs[s][row.e_x[s]] = ("x", e_mb, 0)
+        if self.does(tick, run, "forward"):
+            self.y = [self.forward(s, row) for s in stages]
+        if "gradient_hop" in run.some:
+            self.does(tick, run, "gradient_hop")
+            for s in stages:
+                self.keep(self.gradients[s], row.rg[s], arrived[s])
+        if self.does(tick, run, "head"):
+            assert self.y[-1] == ("x", h_mb, self.places)
+            self.done.append(("head", h_mb))
+            for s in stages:
+                self.gradients[s][row.h_g[s]] = ("g", h_mb, self.places - 1)
+        hopped = [self.y[s - 1] for s in stages]
+        if self.does(tick, run, "backward"):
+            self.dx = [self.backward(s, row) for s in stages]
+        if self.does(tick, run, "embed_backward"):
+            assert self.dx[0] == ("g", eb_mb, -1)
+            self.done.append(("embed_backward", eb_mb))
+        if "hop" in run.some:
+            self.does(tick, run, "hop")
+            for s in stages:
+                self.keep(self.inputs[s], row.rx[s], hopped[s])
+
+    def keep(self, buffer, slot, value):
+        assert value != "junk" or slot == len(buffer) - 1, "junk is kept"
+        buffer[slot] = value if slot < len(buffer) - 1 else "junk"
+
+    def forward(self, s, row):
+        if row.f_mb[s] < 0:
+            assert row.f_x[s] == self.program.num_inputs and row.f_chunk[s] == 0
+            return "junk"
+        place = row.f_chunk[s] * self.p + s
+        assert self.inputs[s][row.f_x[s]] == ("x", row.f_mb[s], place)
+        self.done.append(("forward", row.f_mb[s], place))
+        return ("x", row.f_mb[s], place + 1)
+
+    def backward(self, s, row):
+        if row.b_mb[s] < 0:
+            assert row.b_x[s] == self.program.num_inputs
+            assert row.b_g[s] == self.program.num_gradients
+            return "junk"
+        place = row.b_chunk[s] * self.p + s
+        assert self.inputs[s][row.b_x[s]] == ("x", row.b_mb[s], place)
+        assert self.gradients[s][row.b_g[s]] == ("g", row.b_mb[s], place)
+        self.done.append(("backward", row.b_mb[s], place))
+        return ("g", row.b_mb[s], place - 1)
+
+
+def assert_executes(schedule, **options):
+    program = schedules.compile_schedule(schedule, **options)
+    assert_executes_program(program)
+    return program
+
+
+def assert_executes_program(program):
+    schedule = program.schedule
+    done = Machine(program).run().done
+    microbatches, places = range(schedule.microbatches), schedule.stages * schedule.chunks
+    wanted = [(word, i) for word in ("head", "embed_backward") for i in microbatches]
+    wanted += [(word, i, k) for word in ("forward", "backward") for i in microbatches for k in range(places)]
+    assert sorted(done) == sorted(wanted)
+
+
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+def test_every_table_is_valid_and_its_program_reads_the_right_values(name):
+    cases = [case for case in ALL if case[0] == name]
+    assert len(cases) >= 64
+    for case in cases:
+        table = build_schedule(*case)
+        assert len(table.table) == ticks_of(*case), case
+        for max_runs in (1, 8, 10_000):
+            assert_executes(table, max_runs=max_runs)
+
+
+@pytest.mark.parametrize("column", schedules.ScheduleRows._fields)
+def test_one_wrong_entry_of_any_row_is_seen(column):
+    """The machine above is a proof only if it notices."""
+    program = assert_executes(build_schedule("interleaved", 2, 4, 2))
+    trash = {"mb": -1, "x": program.num_inputs, "g": program.num_gradients}
+    empty = next((value for end, value in trash.items() if column.endswith(end)), 0)
+    row = getattr(program.rows, column)
+    used = np.argwhere(row != empty)
+    assert len(used) >= 4
+    for tick, stage in used.tolist():
+        kept, row[tick, stage] = row[tick, stage], empty
+        with pytest.raises(AssertionError):
+            assert_executes_program(program)
+        row[tick, stage] = kept
+    assert_executes_program(program)
+
+
+@pytest.mark.parametrize("name, p, m, v", ALL)
+def test_slots_are_the_closed_forms(name, p, m, v):
+    program = schedules.compile_schedule(build_schedule(name, p, m, v))
+    stages = range(p)
+    if name == "gpipe":
+        assert program.live_inputs == (m,) * p and program.num_gradients == m
+        return
+    assert program.num_gradients == 1
+    if v == 1:
+        assert program.live_inputs == tuple(min(m, 2 * (p - s) - 1) for s in stages)
+        assert program.num_inputs == min(m, 2 * p - 1)
+    elif m >= 2 * p:
+        assert program.live_inputs == tuple((v + 1) * p - 1 - 2 * s for s in stages)
+        assert program.num_inputs == (v + 1) * p - 1
+
+
+def test_memory_is_flat_in_the_number_of_microbatches():
+    for name, v in (("1f1b", 1), ("interleaved", 4)):
+        slots = {
+            schedules.compile_schedule(build_schedule(name, 4, m, v)).num_inputs for m in (8, 16, 32, 64)
+        }
+        assert len(slots) == 1, name
+
+
+def test_runs_of_1f1b_need_no_predicate_and_many_runs_fall_back():
+    program = schedules.compile_schedule(build_schedule("1f1b", 4, 16))
+    assert [run.length for run in program.runs] == [3, 3, 10, 3, 3]
+    compute = set(schedules.KINDS[:5])
+    assert all(run.some & compute == run.every & compute for run in program.runs)
+    assert program.runs[2].every >= compute
+    assert program.runs[0].every & compute == {"embed", "forward"}
+    program = schedules.compile_schedule(build_schedule("interleaved", 4, 16, 2))
+    assert [run.some >= {"forward", "backward"} for run in program.runs] == [False, True, False]
+    steady = program.runs[1]
+    assert steady.every >= {"forward", "backward"} and "head" in steady.some - steady.every
+
+
+# Efficiencies of the notes, section 3: ideal 3m over time, forward 1 and backward 2 a stage.
+EFFICIENCY = """
+4,8 .727 .842 .914
+4,16 .842 .914 .955
+4,32 .914 .955 .977
+4,64 .955 .977 .988
+8,8 .533 .696 .821
+8,16 .696 .821 .901
+8,32 .821 .901 .948
+8,64 .901 .948 .973
+16,16 .516 .681 .810
+16,32 .681 .810 .895
+"""
+
+
+@pytest.mark.parametrize("line", EFFICIENCY.strip().splitlines())
+def test_simulated_efficiency(line):
+    sizes, *numbers = line.split()
+    p, m = map(int, sizes.split(","))
+    for v, number in zip((1, 2, 4), numbers, strict=True):
+        names = ("gpipe", "1f1b") if v == 1 else ("interleaved",)
+        for name in names:
+            result = simulate(build_schedule(name, p, m, v))
+            assert result.faults == ()
+            assert result.time == pytest.approx(3 * m + 3 * (p - 1) / v)
+            assert f"{1 - result.bubble:.3f}".lstrip("0") == number, (name, v)
+            assert result.bubble == pytest.approx(schedules.bubble_fraction(p, m, v))
+
+
+@pytest.mark.parametrize(
+    "p, m, head, last, sharded",
+    [(4, 16, 0.25, 0.739, 0.850), (4, 16, 0.5, 0.667, 0.857), (4, 16, 1, 0.571, 0.870),
+     (8, 32, 0.25, 0.702, 0.825), (8, 32, 1, 0.507, 0.837)],
+)  # fmt: skip
+def test_a_sharded_head_is_balanced(p, m, head, last, sharded):
+    table = build_schedule("1f1b", p, m)
+    for edges, number in (("replicated", last), ("sharded", sharded)):
+        result = simulate(table, Costs(head=3 * head, edges=edges))
+        assert 1 - result.bubble == pytest.approx(number, abs=6e-4), edges
+
+
+def test_the_slowest_chunk_sets_the_pace():
+    table = build_schedule("interleaved", 2, 4, 2)
+    even = simulate(table)
+    forward = np.full((2, 2), 0.5)
+    forward[1, 1] = 0.75
+    slower = simulate(table, Costs(forward=forward, hop=0.125))
+    chunk_one = (schedules.compile_schedule(table).rows.f_chunk[:, 1] == 1).sum()
+    hops = slower.phases[:, -1].sum()
+    assert hops > 0 and chunk_one == 4
+    assert slower.time == pytest.approx(even.time + 0.25 * chunk_one + hops)
+    per_stage = simulate(table, Costs(forward=[1.0, 1.5]))
+    assert per_stage.phases[:, 1].max() == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="shape"):
+        simulate(table, Costs(backward=[1.0, 1.0, 1.0]))
+
+
+# The checker --------------------------------------------------------------------------------------
+
+
+def is_valid(schedule):
+    """An oracle with another method: play the tick table and see that every input is there."""
+    p, v = schedule.stages, schedule.chunks
+    have_x = {(i, 0) for i in range(schedule.microbatches)}
+    have_g, done = set(), set()
+    for tick in schedule.table:
+        arrive_x, arrive_g = set(), set()
+        for slot in (0, 1):
+            for s, entry in enumerate(tick[:, slot].tolist()):
+                if entry == -1:
+                    continue
+                i, k = entry // v, entry % v * p + s
+                if (slot, i, k) in done or (i, k) not in have_x:
+                    return False
+                if slot and ((i, k) not in have_g or (0, i, k) not in done):
+                    return False
+                done.add((slot, i, k))
+                if slot:
+                    arrive_g.add((i, k - 1))
+                elif k == p * v - 1:
+                    have_g.add((i, k))
+                else:
+                    arrive_x.add((i, k + 1))
+        have_x, have_g = have_x | arrive_x, have_g | arrive_g
+    return len(done) == 2 * schedule.microbatches * p * v
+
+
+@st.composite
+def damaged(draw):
+    name, p, m, v = draw(st.sampled_from([case for case in ALL if max(case[1:]) <= 4]))
+    table = build_schedule(name, p, m, v).table.copy()
+    cell = st.tuples(*(st.integers(0, size - 1) for size in table.shape))
+    for _ in range(draw(st.integers(0, 2))):
+        match draw(st.sampled_from(["swap", "drop", "write", "delay"])):
+            case "swap":
+                a, b = draw(cell), draw(cell)
+                table[a], table[b] = table[b], table[a]
+            case "drop":
+                table[draw(cell)] = -1
+            case "write":
+                table[draw(cell)] = draw(st.integers(0, m * v - 1))
+            case "delay":
+                table = np.insert(table, draw(cell)[0], -1, axis=0)
+    return Schedule(p, m, v, table)
+
+
+@settings(max_examples=300)
+@given(damaged())
+def test_the_checker_agrees_with_an_oracle_and_what_it_passes_executes(schedule):
+    faults = schedules.check(schedule)
+    assert (not faults) == is_valid(schedule), faults
+    if faults:
+        with pytest.raises(ScheduleError) as error:
+            schedules.compile_schedule(schedule)
+        assert list(error.value.faults) == faults
+        assert simulate(schedule).faults == tuple(faults) and simulate(schedule).time == np.inf
+    else:
+        assert_executes(schedule)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_any_valid_table_executes(p, m, v, random):
+    """Tables of no known name: ops that are ready are done, or put off, at random."""
+    once, ticks = {}, []
+    ops = [(slot, i, k) for slot in (0, 1) for i in range(m) for k in range(p * v)]
+    while len(once) < len(ops):
+        tick = np.full((p, 2), -1)
+        random.shuffle(ops)
+        for slot, i, k in sorted(ops, key=lambda op: op[0]):
+            needs = [(0, i, k - 1, 1)] if not slot and k else []
+            if slot:
+                needs = [(0, i, k, 0)] + ([(1, i, k + 1, 1)] if k < p * v - 1 else [])
+            now = len(ticks)
+            ready = all(once.get(need[:3], now + 1) + need[3] <= now for need in needs)
+            free = (slot, i, k) not in once and tick[k % p, slot] == -1
+            if ready and free and random.random() < 0.6:
+                once[slot, i, k] = now
+                tick[k % p, slot] = i * v + k // p
+        ticks.append(tick)
+    assert_executes(Schedule(p, m, v, np.array(ticks)))
+
+
+def test_the_checker_reports_all_that_is_wrong_and_where():
+    table = build_schedule("1f1b", 2, 3).table.copy()
+    assert schedules.check(Schedule(2, 3, 1, table)) == []
+    table[0, 0, 0] = -1  # the first forward is missing
+    table[3, 0, 0] = 1  # a forward twice
+    table[4, 1, 1] = 9  # no such microbatch
+    faults = "\n".join(schedules.check(Schedule(2, 3, 1, table)))
+    assert "forward of microbatch 0, chunk 0 on stage 0 is missing" in faults
+    assert "forward of microbatch 1, chunk 0 on stage 0 stands in ticks 1, 3" in faults
+    assert "tick 4, stage 1: backward entry 9 is outside -1..2" in faults
+    early = build_schedule("1f1b", 2, 1).table.copy()
+    early[0, 1], early[1, 1] = early[1, 1].copy(), early[0, 1].copy()
+    (fault,) = schedules.check(Schedule(2, 1, 1, early))
+    assert fault == (
+        "tick 0: forward of microbatch 0, chunk 0 on stage 1 needs forward of microbatch 0, "
+        "chunk 0 on stage 0 in tick -1 or before; it is in tick 0"
+    )
+    assert "is required" in schedules.check(Schedule(2, 1, 1, early[:, :1]))[0]
+    assert "integers" in schedules.check(Schedule(2, 1, 1, early * 1.0))[0]
+
+
+def test_a_deadlock_is_named():
+    """Stage 0 wants the gradient of microbatch 1 first, stage 1 does not get to it before 0's."""
+    table = np.full((5, 2, 2), -1)
+    table[0, 0, 0], table[1, 0, 1], table[2, 0, 0], table[3, 0, 1] = 0, 0, 1, 1
+    table[1, 1, 0], table[2, 1, 0], table[2, 1, 1], table[3, 1, 1] = 1, 0, 0, 1
+    late, deadlock = "needs", "deadlock"
+    faults = schedules.check(Schedule(2, 2, 1, table))
+    assert any(late in fault for fault in faults)
+    assert faults[-1].startswith(deadlock)
+    assert (
+        "backward of microbatch 0, chunk 0 on stage 0 waits for backward of microbatch 0, "
+        "chunk 0 on stage 1; forward of microbatch 1, chunk 0 on stage 1 waits for forward of "
+        "microbatch 1, chunk 0 on stage 0"
+    ) in faults[-1]
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [(("1f1b", 4, 8, 2), "pipeline.schedule=interleaved"), (("gpipe", 4, 8, 2), "chunks=1"),
+     (("interleaved", 4, 6, 2), "set it to 4 or 8"), (("interleaved", 4, 3, 2), "set it to 4,"),
+     (("1fb1", 4, 8, 1), "gpipe, 1f1b, interleaved"), (("1f1b", 0, 8, 1), "mesh.pipeline is 0")],
+)  # fmt: skip
+def test_numbers_that_no_schedule_takes(case, words):
+    with pytest.raises(ScheduleError) as error:
+        build_schedule(*case)
+    assert words in str(error.value)
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [("1f1b", 3, 5, 1), ("gpipe", 2, 3, 1), ("interleaved", 2, 4, 3)])
+def test_a_file_holds_the_same_table(case, tmp_path):
+    schedule = build_schedule(*case)
+    path = tmp_path / "table.json"
+    schedules.write_schedule(schedule, path)
+    for again in (schedules.read_schedule(path), build_schedule(str(path), *case[1:])):
+        assert np.array_equal(again.table, schedule.table) and again.table.dtype == np.int32
+        assert (again.stages, again.microbatches, again.chunks) == case[1:]
+        assert again.name == case[0]
+    with pytest.raises(FileExistsError):
+        schedules.write_schedule(schedule, path)
+    with pytest.raises(ScheduleError, match=f"is for {case[1]} stages, the configuration has 9"):
+        build_schedule(str(path), 9, *case[2:])
+
+
+def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
+    path = tmp_path / "table.json"
+    schedules.write_schedule(build_schedule("1f1b", 2, 2), path)
+    data = json.loads(path.read_text())
+    data["ticks"][0][0] = ""
+    path.write_text(json.dumps(data))
+    with pytest.raises(ScheduleError, match="table.json: forward of microbatch 0.*is missing"):
+        build_schedule(str(path), 2, 2, 1)
+    data["ticks"][0] = ["B0 F0", "F7", "F0"]
+    data["ticks"][1][1] = 3
+    path.write_text(json.dumps(data))
+    with pytest.raises(ScheduleError) as error:
+        schedules.read_schedule(path)
+    assert len(error.value.faults) == 4
+    assert "tick 0 has 3 cells; 2 are required" in error.value.faults[0]
+    assert "tick 0, stage 1: 'F7' is no cell" in error.value.faults[2]
+    assert "tick 1, stage 1: 3 is no cell" in error.value.faults[3]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("{", "cannot be read"), ("[]", '"format"'), ('{"format": "?"}', '"version": 1'),
+     ('{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}', "stages is 0"),
+     ('{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}', "cannot hold")],
+)  # fmt: skip
+def test_a_file_that_is_none(text, words, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(text.replace('{"st', '{"format": "jaxdist.schedule", "version": 1, "st'))
+    with pytest.raises(ScheduleError) as error:
+        build_schedule(str(path), 1, 1)
+    assert words in str(error.value)
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        schedules.read_schedule(tmp_path / "absent.json")
+
+
+# Pictures, advice, balance ------------------------------------------------------------------------
+
+
+def test_the_timeline_as_text():
+    text = schedules.draw_text(build_schedule("1f1b", 2, 3))
+    assert text == (
+        "tick         0 1 2 3 4\n"
+        "stage 0   F  0 1 2 . .\n"
+        "stage 0   B  . . 0 1 2\n"
+        "stage 1   F  . 0 1 2 .\n"
+        "stage 1   B  . 0 1 2 .\n"
+    )
+    assert " 3.1 " in schedules.draw_text(build_schedule("interleaved", 2, 4, 2))
+
+
+def test_the_timeline_as_svg():
+    schedule = build_schedule("interleaved", 2, 4, 2)
+    schedule = Schedule(2, 4, 2, schedule.table, "<script>")
+    text = schedules.draw_svg(schedule)
+    root = ElementTree.fromstring(text)
+    kinds = [box.get("class") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert kinds.count("f") == kinds.count("b") == 2 * 4 * 2
+    boxes = [box for box in root.iter("{http://www.w3.org/2000/svg}rect") if box.get("class") != "i"]
+    assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) <= 960
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script>" not in text
+    with pytest.raises(ScheduleError):
+        schedules.draw_svg(Schedule(2, 4, 2, schedule.table[:-1]))
+
+
+def test_advice_follows_the_bubble_formula():
+    assert schedules.bubble_fraction(4, 16) == 3 / 19
+    assert schedules.bubble_fraction(8, 32, 4) == 7 / 135
+    more, chunks = schedules.microbatch_options(4, 16, choices=[8, 16, 32, 64], layers=32)
+    assert (more.overrides, more.bubble) == ("pipeline.microbatches=32", 3 / 35)
+    assert chunks.overrides == "pipeline.schedule=interleaved pipeline.chunks=2"
+    assert (chunks.chunks, chunks.bubble) == (2, 3 / 35)
+    assert schedules.microbatch_options(4, 64, choices=[128], layers=32) == ()
+    (best,) = schedules.microbatch_options(4, 4, choices=[4, 8], layers=7)  # no target, no chunks
+    assert best.microbatches == 8 and best.bubble == 3 / 11
+    assert schedules.microbatch_options(4, 6, choices=[6], layers=32) == ()  # 4 does not divide 6
+    (only,) = schedules.microbatch_options(4, 4, 2, choices=[6, 8, 10], layers=9)
+    assert only.microbatches == 8
+
+
+def test_balance_of_even_and_uneven_layers():
+    even = schedules.balance([3.0] * 8, stages=4, head_cost=2.0, embed_cost=1.0)
+    assert even.cut == (2, 2, 2, 2) and even.imbalance == pytest.approx(0)
+    assert even.shares == pytest.approx((0.25,) * 4)
+    assert even.warning() is None and even.better_cut is None
+    uneven = schedules.balance([1.0] * 7, stages=4)
+    assert uneven.cut == (2, 2, 2, 1) == schedules.even_cut(7, 4)
+    assert uneven.imbalance == pytest.approx(2 / 1.75 - 1)
+    assert uneven.better_cut is None and "7 layers divide by 1, 7" in uneven.warning()
+    last = schedules.balance([1.0] * 16, stages=4, head_cost=2.0, edges="last")
+    assert last.shares == pytest.approx((4 / 18, 4 / 18, 4 / 18, 6 / 18))
+    assert last.imbalance == pytest.approx(6 / 4.5 - 1)
+    assert sum(last.better_cut) == 16 and last.better_cut[-1] == 3
+    assert last.better_imbalance == pytest.approx(5 / 4.5 - 1)
+    assert "stage 3 sets the pace, 33% above the mean" in last.warning()
+    replicated = schedules.balance([1.0] * 8, stages=2, chunks=2, head_cost=1.0, edges="replicated")
+    assert replicated.loads == ((2.5, 2.5), (2.5, 2.5))
+    empty = schedules.balance([1.0] * 9, stages=4, cut=(3, 3, 3, 0))
+    assert empty.loads == ((3.0,), (3.0,), (3.0,), (0.0,)) and empty.better_cut is None
+    for layers, cut in ((3, None), (8, (2, 2, 2, 1)), (8, (9, -1, 0, 0))):
+        with pytest.raises(ValueError, match="at least one layer a place"):
+            schedules.balance([1.0] * layers, stages=4, cut=cut)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=9), st.integers(2, 4), st.integers(0, 9))
+def test_the_better_cut_is_the_best_there_is(costs, stages, head):
+    result = schedules.balance(costs, stages=stages, head_cost=head, edges="last")
+    bars = itertools.combinations(range(1, len(costs)), stages - 1)
+    total = sum(costs) + head
+    heaviest = min(
+        max(sum(costs[a:b]) + head * (b == len(costs)) for a, b in itertools.pairwise((0, *bar, len(costs))))
+        for bar in bars
+    )
+    assert result.better_imbalance == pytest.approx(heaviest * stages / total - 1, abs=1e-9)
+    cut = result.better_cut or result.cut
+    assert sum(cut) == len(costs) and min(cut) >= 1

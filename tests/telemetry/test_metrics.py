@@ -1,0 +1,155 @@
+"""metrics.jsonl and events.jsonl: full precision, torn lines, a killed writer, throughput."""
+
+import dataclasses
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.telemetry import metrics
+from support.paths import ROOT
+
+PACKAGE = ROOT / "jaxdist"
+EVENTS = set(  # DESIGN section 5, and what issue 5 adds to it: docs/reliability.md
+    "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
+    + "spike drift straggler".split()
+)
+
+
+def test_rows_keep_full_precision_and_valid_json(tmp_path):
+    value = 0.1 + 0.2
+    third = jnp.float32(1) / 3
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.write(1, {"loss": value, "grad_norm": third, "tokens_seen": np.int64(7), "mfu": None})
+        writer.write(2, {"loss": math.nan, "grad_norm": math.inf, "x": -math.inf})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(lines[1], parse_constant=refuse)["loss"] == "NaN"
+    first, second = metrics.read_rows(tmp_path).train
+    assert first == {
+        "step": 1,
+        "loss": value,
+        "grad_norm": float(third),
+        "tokens_seen": 7,
+        "mfu": None,
+    }
+    assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf
+    assert second["x"] == -math.inf
+
+
+def test_last_row_of_a_step_wins_and_evaluation_is_separate(tmp_path):
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
+            writer.write(step, {"loss": loss})
+        writer.write(2, {"eval_loss": 6.0, "eval_tokens": 10})
+    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in rows.train] == [(1, 5.0), (2, 4.5), (3, 3.0)]
+    assert rows.evaluation == [{"step": 2, "eval_loss": 6.0, "eval_tokens": 10}]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 1.0}', b"\x00\xff"])
+def test_a_torn_last_line_is_repaired_by_a_new_line(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.write(1, {"loss": 2.0})
+    path.write_bytes(path.read_bytes() + torn)
+    before = path.read_bytes()
+    assert not before.endswith(b"\n")
+    assert metrics.read_rows(path).train[0] == {"step": 1, "loss": 2.0}
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.write(3, {"loss": 0.5})
+    after = path.read_bytes()
+    assert after.startswith(before + b"\n"), "earlier bytes must stay as they are"
+    whole = torn.endswith(b"}")
+    assert [row["step"] for row in metrics.read_rows(path).train] == [1, 2, 3][:: 1 if whole else 2]
+
+
+def test_kill_9_leaves_only_whole_lines(tmp_path):
+    program = (
+        "import sys; from jaxdist.telemetry.metrics import MetricsWriter\n"
+        "writer = MetricsWriter(sys.argv[1])\n"
+        "for step in range(1, 10**9): writer.write(step, {'loss': 1 / step, 'text': 'x' * 300})\n"
+    )
+    path = tmp_path / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() or path.stat().st_size < 100_000:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_events_carry_the_clock(tmp_path):
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
+        writer.event("save", 3, seconds=0.5, path=Path("checkpoints/3"))
+        writer.event("start")
+    assert metrics.read_events(tmp_path) == [
+        {"time": 12.5, "event": "save", "step": 3, "seconds": 0.5, "path": "checkpoints/3"},
+        {"time": 12.5, "event": "start", "step": None},
+    ]
+
+
+def test_a_disabled_writer_touches_nothing(tmp_path):
+    with closing(metrics.MetricsWriter(tmp_path / "run", enabled=False)) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.event("start")
+    assert list(tmp_path.iterdir()) == []
+    assert metrics.read_rows(tmp_path) == metrics.MetricRows([], [])
+
+
+def test_every_event_of_the_package_is_in_the_contract():
+    used = {
+        name for path in PACKAGE.rglob("*.py") for name in re.findall(r'event\(\s*"(\w+)"', path.read_text())
+    }
+    assert {"start", "save", "stop", "spike"} <= used
+    assert used <= EVENTS, f"not in the contract: {sorted(used - EVENTS)}"
+
+
+def test_throughput_fields():
+    speed = metrics.Throughput(
+        num_devices=4,
+        peak_flops_per_s=1e12,
+        causal_flops_per_token=1e9,
+        full_flops_per_token=2e9,
+    )
+    assert speed.fields(seconds=2.0, steps=4, tokens=1000) == {
+        "step_time_s": 0.5,
+        "tokens_per_s": 500.0,
+        "tokens_per_s_per_device": 125.0,
+        "mfu_causal": 500 * 1e9 / 4e12,
+        "mfu_full": 500 * 2e9 / 4e12,
+        "mfu": 500 * 1e9 / 4e12,
+    }
+    unknown = dataclasses.replace(speed, peak_flops_per_s=None)
+    fields = unknown.fields(seconds=2.0, steps=4, tokens=1000)
+    assert fields["tokens_per_s"] == 500.0
+    assert fields["mfu"] is fields["mfu_causal"] is fields["mfu_full"] is None
+
+
+def test_tensorboard_writer_has_the_same_interface(tmp_path):
+    tensorboard = pytest.importorskip("jaxdist.telemetry.tensorboard", reason="needs tensorboardX")
+    with closing(tensorboard.TensorBoardWriter(tmp_path, first_step=4)) as writer:
+        writer.write(5, {"loss": 1.5, "mfu": None, "text": "x"})
+        writer.event("save", 5, seconds=1.0)
+    data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert b"loss" in data and b"events/save" in data and b"mfu" not in data
+    with closing(tensorboard.TensorBoardWriter(tmp_path / "other", enabled=False)) as writer:
+        writer.write(1, {"loss": 1.0})
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,296 @@
+"""`verify`: layouts that are equal are found equal, one that is not is found out."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist import config as configs
+from jaxdist import verify
+from jaxdist.config import ConfigError
+from jaxdist.trainer import cli, run_config
+from jaxdist.verification import cases, comparison, runner
+from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
+
+TARGET = f"{__name__}:"
+
+
+class Bigram(nnx.Module):
+    """A foreign model without logical names; with `mean` its loss depends on accumulation."""
+
+    def __init__(self, width: int = 32, mean: bool = True, *, rngs: nnx.Rngs):
+        self.mean = mean
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (256, width)))
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (width, 256)))
+
+    def loss(self, batch, key):
+        logits = self.table[...][batch["tokens"]] @ self.head[...]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+        total, count = -(picked[..., 0] * batch["weights"]).sum(), batch["weights"].sum()
+        return total / count if self.mean else (total, count)
+
+
+def quickstart(**changes) -> run_config.RunConfig:
+    run = run_config.from_config(configs.load("quickstart", folders=configs.packaged_folders()))
+    return cases.with_values(run, changes)
+
+
+def command(capsys, *words: str) -> tuple[int, str, str]:
+    """Returns the exit code, stdout and stderr of the command, run in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main_with_config_errors(lambda: verify.main(list(words)))
+    return stopped.value.code, *capsys.readouterr()
+
+
+# --- what is verified -----------------------------------------------------------------------------
+
+
+def test_shrinking_keeps_the_variants():
+    run = quickstart(**{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents"})
+    small, lines = cases.shrink_config(run, 8)
+    assert small.data.packing == "documents"
+    changed = {change.path for change in configs.diff(*map(configs.to_config_dict, (run, small)))}
+    changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
+    sizes = {f"model.{name}" for name in (*cases.SIZES, "max_positions", "loss_chunk")}
+    assert changed <= sizes | {
+        "batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"
+    }  # fmt: skip
+    assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
+    assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
+    assert any("num_layers 4 -> 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "small"), [(12, 12, 8), (12, 1, 1), (16, 8, 4)])
+def test_kv_heads_keep_their_kind(heads, kv_heads, small):
+    run = quickstart(**{"model.num_heads": heads, "model.num_kv_heads": kv_heads})
+    assert cases.shrink_config(run, 8)[0].model["num_kv_heads"] == small
+
+
+def test_the_matrix_of_layouts():
+    names = [layout.name for layout in cases.layouts_for(quickstart(), 8)]
+    assert names == [
+        "data 8",
+        "fsdp 8",
+        "fsdp 8, zero 0",
+        "fsdp 8, zero 1",
+        "fsdp 8, zero 2",
+        "fsdp 8, accumulation 4",
+        "tensor 2 x fsdp 4",
+        "tensor 2 x fsdp 4, sequence parallel",
+        "2 slices x fsdp 4",
+        "data 2 x fsdp 2 x tensor 2",
+        "pipeline 2 x data 4",
+        "pipeline 4 x data 2, 2 chunks",
+        "pipeline 2 x fsdp 2 x tensor 2",
+        "tensor 8, 4 kv heads",
+    ]  # fmt: skip
+    own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
+    last = cases.layouts_for(own, 8)[-1]
+    assert last.name == "the config's own: data 2 x tensor 4, accumulation 2"
+    assert last.overrides["batch.accumulation"] == 2
+    assert [layout.name for layout in cases.layouts_for(quickstart(), 2)][-1] == ("tensor 2, 4 kv heads")
+
+
+def test_the_config_s_own_pipeline_is_proved_small():
+    own = {"mesh.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 3}
+    last = cases.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8)[-1]
+    assert last.name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
+    assert last.overrides["model.num_layers"] == 12 and last.overrides["pipeline.microbatches"] == 4
+    unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})  # without stages it says nothing
+    assert cases.layouts_for(unused, 8)[-1].name == "tensor 8, 4 kv heads"
+
+
+def test_a_model_without_stages_has_no_pipeline_layouts():
+    run = run_config.from_config(run_config.default_config(f"{TARGET}Bigram"))
+    names = [layout.name for layout in cases.layouts_for(run, 8)]
+    assert names[-1] == "tensor 8" and not any("pipeline" in name for name in names)
+
+
+def test_the_batch_is_unequal_and_the_same_each_time():
+    run, _ = cases.shrink_config(quickstart(**{"data.packing": "documents"}), 8)
+    batch, again = cases.synthetic_batch(run), cases.synthetic_batch(run)
+    assert all(np.array_equal(batch[name], again[name]) for name in batch)
+    per_row = batch["weights"].sum(1)
+    assert per_row.min() == 0 and len(set(per_row)) > 5
+    assert set(np.unique(batch["segment_ids"])) == {0, 1, 2}
+    assert not batch["weights"][batch["segment_ids"] == 0].any()
+    starts = batch["positions"][np.diff(batch["segment_ids"], axis=1, prepend=0) == 1]
+    assert starts.size and not starts.any()
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def observed(loss=2.0, gradient=1.0, parameter=1.0, initial=0.5) -> Observed:
+    def leaf(value):
+        return {"w": np.array([value, 1.0]), "idle": np.zeros(2)}
+
+    start = {"w": np.array([0.5, 0.5]), "idle": np.zeros(2)}
+    return Observed(
+        loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])}
+    )  # fmt: skip
+
+
+def test_equal_is_equal():
+    result = compare("x", "float32", observed(), observed(), ())
+    assert result.passed and result.init_equal and result.grad_error == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss": 2.00001},
+        {"loss": math.nan},
+        {"gradient": 1.0001},
+        {"gradient": math.nan},
+        {"parameter": 1.00001},
+        {"parameter": math.nan},
+        {"initial": np.nextafter(np.float32(0.5), np.float32(1))},
+    ],
+)
+def test_every_error_alone_is_a_failure(wrong):
+    result = compare("x", "float32", observed(**wrong), observed(), ())
+    assert not result.passed and "NOT EQUAL" in comparison.row(result)
+
+
+def test_a_gradient_where_there_is_none_is_a_failure():
+    seen = observed()
+    seen.gradients["idle"][0] = 1e-9
+    result = compare("x", "bfloat16", seen, observed(), ())
+    assert not result.passed and result.worst == "idle"
+    assert compare("x", "bfloat16", seen, observed(), {"idle"}).passed
+
+
+def test_leaves_of_rounding_alone_are_found():
+    gradients = {"a": np.array([1.0]), "noise": np.array([1e-7]), "zero": np.array([0.0])}
+    assert rounding_alone(gradients) == {"noise"}
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+def test_the_command_finds_layouts_equal(capsys):
+    assert len(jax.devices()) == 8
+    words = ["--config", "quickstart", "--only", "sequence parallel", "--json"]
+    code, out, err = command(capsys, *words, "--config.data.packing=documents")
+    report = json.loads(out)
+    assert code == 0 and report["passed"]
+    rows = report["layouts"]
+    assert [(r["layout"], r["precision"]) for r in rows] == [
+        ("tensor 2 x fsdp 4, sequence parallel", precision) for precision in BANDS
+    ]
+    for found in rows:
+        bands = BANDS[found["precision"]]
+        assert found["passed"] and found["init_equal"]
+        assert found["loss_error"] <= bands.loss and found["grad_error"] <= bands.gradient
+        assert 0 < found["grad_error"]  # two programs, not one compared with itself
+        assert found["param_error"] <= bands.parameter
+    assert report["reference"]["loss"]["float32"] > 1 and "d_model" in report["shrunk"][0]
+    assert "tensor 2 x fsdp 4" in err  # progress goes beside the JSON
+
+
+def test_stages_are_compared_layer_by_layer():
+    """Staged parameters, moments and gradients come back flat; a stage too many would show."""
+    run = quickstart(**{"optimizer.name": "sgd"})
+    report = runner.verify_layouts(
+        run, jax.devices()[:2], precisions=["float32"], only="pipeline", log=lambda line: None
+    )  # fmt: skip
+    (result,) = report.layouts
+    assert result.layout == "pipeline 2 x data 1" and result.passed and result.grad_error > 0
+
+
+def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
+    target = f"--config.model.target={TARGET}Bigram"
+    words = ["--config", "quickstart", target, "--precision", "float32", "--only", "fsdp 8"]
+    code, out, _ = command(capsys, *words)
+    verdicts = {line[:40].strip(): line for line in out.splitlines() if " float32 " in line}
+    assert code == 1 and "1 of 5 rows are NOT equal" in out
+    assert "NOT EQUAL" in verdicts["fsdp 8, accumulation 4"]  # a mean of means
+    assert verdicts["fsdp 8"].endswith("equal") and "NOT" not in verdicts["fsdp 8"]
+    right = [*words[:-1], "accumulation", "--config.model.mean=false"]
+    assert command(capsys, *right)[0] == 0
+
+
+def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
+    """A sum over tensor shards that is left out, planted in the head's place."""
+    original = runner.build.build_step
+
+    def planted(run, spec, mesh, rules):
+        built = original(run, spec, mesh, rules)
+        if mesh.size == 1:
+            return built
+
+        def inspect(state, batch):
+            return built.inspect(state, batch | {"weights": batch["weights"].at[1].set(0.0)})
+
+        return built._replace(inspect=jax.jit(inspect))
+
+    monkeypatch.setattr(runner.build, "build_step", planted)
+    run = quickstart(**{"optimizer.name": "sgd"})
+    report = runner.verify_layouts(
+        run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None
+    )
+    (result,) = report.layouts
+    assert not report.passed and result.init_equal and result.grad_error > 1e-3
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "1"], "--devices 1: must be >= 2"),
+        (["--only", "nonsense"], "layouts here: data 8; fsdp 8"),
+        (["--devices", "2", "--config.optimizer.learning_rate=-1"], "optimizer.learning_rate"),
+        (
+            [f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"],
+            "cannot be shrunk",
+        ),
+    ],
+)
+def test_errors_name_the_cure(capsys, words, said):
+    code, _, err = command(capsys, "--config", "quickstart", *words)
+    assert code == configs.EXIT_CONFIG and said in err
+
+
+def test_layouts_that_cannot_be_are_named():
+    run = quickstart(**{"mesh.tensor": 16, "mesh.data": 1})
+    with pytest.raises(ConfigError, match="own: tensor 16 cannot be"):
+        runner.verify_layouts(run, jax.devices(), precisions=["float32"], only="own", log=lambda line: None)
+
+
+GPT2 = {
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 6e-4,
+    "model.num_kv_heads": 4,
+    "model.positions": "learned",
+    "model.max_positions": 128,
+    "model.norm": "layer",
+    "model.activation": "gelu",
+    "model.gated": False,
+    "model.bias": "all",
+    "model.qk_norm": "none",
+    "model.tie_embeddings": True,
+    "model.dropout": 0.1,
+}
+QWEN2 = {
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 6e-4,
+    "model.bias": "qkv",
+    "model.qk_norm": "none",
+    "model.tie_embeddings": True,
+    "model.z_loss": 1e-4,
+    "data.packing": "documents",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
+def test_the_whole_matrix(changes):
+    report = runner.verify_layouts(quickstart(**changes), jax.devices())
+    assert report.passed and len(report.layouts) == 28 and not report.skipped
