@@ -28,9 +28,15 @@ L405B = (
 def mpt(layers: int, d_model: int, heads: int, batch: int, accumulation: int, remat: str) -> str:
     """Returns an MPT model at 2048 tokens, fully sharded."""
     model = {
-        "num_layers": layers, "d_model": d_model, "d_ff": 4 * d_model, "num_heads": heads,
-        "num_kv_heads": heads, "head_dim": d_model // heads, "vocab_size": 50368, "max_positions": 2048,
-    }  # fmt: skip
+        "num_layers": layers,
+        "d_model": d_model,
+        "d_ff": 4 * d_model,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": d_model // heads,
+        "vocab_size": 50368,
+        "max_positions": 2048,
+    }
     words = ["gpt2_124m", *(f"model.{key}={value}" for key, value in model.items())]
     words += ["mesh.data=1", "mesh.fsdp=-1", f"batch.accumulation={accumulation}", f"remat.policy={remat}"]
     return " ".join([*words, "batch.sequence_length=2048", f"batch.global_size={batch}"])
@@ -83,11 +89,20 @@ def _planned(layout: str, target: str, words: str, published: float, source: str
     plan = make_plan(run_config.from_config(values), targets.parse(target), options=options)
     time, cpu = plan.time, plan.compiled and plan.compiled.cpu_seconds
     return {
-        "layout": layout, "target": target, "config": name, "overrides": words, "source": source,
-        "published_tokens_per_s": published, "tokens_per_s": time.tokens_per_s_per_chip,
-        "step_s": time.step_s, "band_s": time.band_s, "waterfall": time.waterfall,
-        "peak_bytes": plan.peak_bytes, "verdict": plan.exit_reason, "compile_cpu_s": cpu,
-    }  # fmt: skip
+        "layout": layout,
+        "target": target,
+        "config": name,
+        "overrides": words,
+        "source": source,
+        "published_tokens_per_s": published,
+        "tokens_per_s": time.tokens_per_s_per_chip,
+        "step_s": time.step_s,
+        "band_s": time.band_s,
+        "waterfall": time.waterfall,
+        "peak_bytes": plan.peak_bytes,
+        "verdict": plan.exit_reason,
+        "compile_cpu_s": cpu,
+    }
 
 
 def _order(first: dict, second: dict) -> dict:

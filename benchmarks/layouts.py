@@ -44,10 +44,13 @@ def memory(config: MeshConfig, devices: int, remat: str):
     spec = describe(lambda rngs: Transformer(MODEL, rngs=rngs))
     optimizer = OptimizerConfig()
     step = build_train_step(
-        spec, optimizer, build_schedule(optimizer, 1000, BATCH),
+        spec,
+        optimizer,
+        build_schedule(optimizer, 1000, BATCH),
         build_mesh(config, jax.devices()[:devices]),
-        build_rules(config, resolve_mesh(config, devices)), StepConfig(remat=remat),
-    )  # fmt: skip
+        build_rules(config, resolve_mesh(config, devices)),
+        StepConfig(remat=remat),
+    )
     fields = dict.fromkeys(("tokens", "targets", "positions"), ((BATCH, LENGTH), jnp.int32))
     fields |= {"weights": ((BATCH, LENGTH), jnp.float32), "sample": ((BATCH,), jnp.int32)}
     batch = {name: jax.ShapeDtypeStruct(*field) for name, field in fields.items()}
@@ -63,11 +66,7 @@ def main() -> None:
         found = memory(config, devices, remat)
         sizes = found.argument_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes
         name = str(resolve_mesh(config, devices)) + (", sequence" * config.sequence_parallel)
-        print(
-            f"| {name} | {config.zero} | {remat} |",
-            *(f"{n / 1e6:.1f} |" for n in sizes),
-            flush=True,
-        )
+        print(f"| {name} | {config.zero} | {remat} |", *(f"{n / 1e6:.1f} |" for n in sizes), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,19 +28,26 @@ ENVIRONMENT = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
 }
-CASES = [
-    f"large {schedule} {microbatches}"
-    for schedule in ("1f1b", "interleaved", "gpipe")
-    for microbatches in (8, 32)
-] + [
-    "quick gpipe 8", "quick gpipe 32", "quick 1f1b 8", "quick 1f1b 32", "quick 1f1b 8 edges=last"
-] + [
-    f"large 1f1b 8 {fields}"
-    for fields in (
-        "remat=none", "remat=layers", "remat=full", "remat=none gather_once=true",
-        "remat=layers gather_once=true", "edges=replicated", "edges=last",
-    )
-]  # fmt: skip
+CASES = (
+    [
+        f"large {schedule} {microbatches}"
+        for schedule in ("1f1b", "interleaved", "gpipe")
+        for microbatches in (8, 32)
+    ]
+    + ["quick gpipe 8", "quick gpipe 32", "quick 1f1b 8", "quick 1f1b 32", "quick 1f1b 8 edges=last"]
+    + [
+        f"large 1f1b 8 {fields}"
+        for fields in (
+            "remat=none",
+            "remat=layers",
+            "remat=full",
+            "remat=none gather_once=true",
+            "remat=layers gather_once=true",
+            "edges=replicated",
+            "edges=last",
+        )
+    ]
+)
 
 
 def main() -> None:

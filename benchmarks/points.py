@@ -25,16 +25,24 @@ _DATA_PARALLEL = {
     "xla_tpu_data_parallel_opt_different_sized_ops": True,
 }
 _OVERLAP = {"xla_tpu_overlap_compute_collective_tc": True, "xla_enable_async_all_gather": True}
-_V5E = _DATA_PARALLEL | _OVERLAP | {
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-}  # fmt: skip
-_V5P = _DATA_PARALLEL | _OVERLAP | {
-    "xla_tpu_megacore_fusion_allow_ags": False,
-    "xla_enable_async_collective_permute": True,
-    "xla_tpu_enable_ag_backward_pipelining": True,
-}  # fmt: skip
+_V5E = (
+    _DATA_PARALLEL
+    | _OVERLAP
+    | {
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    }
+)
+_V5P = (
+    _DATA_PARALLEL
+    | _OVERLAP
+    | {
+        "xla_tpu_megacore_fusion_allow_ags": False,
+        "xla_enable_async_collective_permute": True,
+        "xla_tpu_enable_ag_backward_pipelining": True,
+    }
+)
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": 98304}
 _REDUCE_SCATTER_LAYOUT = {
     "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
@@ -81,11 +89,15 @@ def _point(
     """Returns a point from its global batch (sequences, tokens) and mesh (fsdp, tensor)."""
     model = more.pop("model", {})
     overrides = {
-        "batch.global_size": batch[0], "batch.sequence_length": batch[1],
-        "mesh.data": 1, "mesh.fsdp": mesh[0], "mesh.tensor": mesh[1], "remat.policy": remat,
+        "batch.global_size": batch[0],
+        "batch.sequence_length": batch[1],
+        "mesh.data": 1,
+        "mesh.fsdp": mesh[0],
+        "mesh.tensor": mesh[1],
+        "remat.policy": remat,
         "mesh.sequence_parallel": mesh[1] > 1,  # the peer splits the residual stream over tensor, too
         "precision.reduce": "bfloat16",  # as the peer does
-    }  # fmt: skip
+    }
     return Point(name, config, target, overrides | model, **more)
 
 

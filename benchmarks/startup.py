@@ -70,11 +70,7 @@ usual = config.flatten(recipe.default_config())
 print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual.get(k) != v))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=_environment(),
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=_environment()
     )
     lines = [
         "from jaxdist import default_config\n\n",

@@ -35,9 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     watch = _Progress() if lead else None
     if harness:
         found = harness.evaluate_tasks(
-            run, flags.tasks.split(","), folder=flags.tasks_folder, limit=flags.limit,
-            longest=flags.max_length, watch=watch, log=run.log,
-        )  # fmt: skip
+            run,
+            flags.tasks.split(","),
+            folder=flags.tasks_folder,
+            limit=flags.limit,
+            longest=flags.max_length,
+            watch=watch,
+            log=run.log,
+        )
         text = _as_json({"step": int(run.state.step), "tasks": found}) if flags.json else _as_table(found)
     else:
         held = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
@@ -67,16 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = trained_run.CommandFlags("evaluate", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
-        "--validation-tokens", type=int,
+        "--validation-tokens",
+        type=int,
         help="score so many targets, 0 = all (default: the run's data.validation_tokens)",
-    )  # fmt: skip
+    )
     parser.add_argument("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
     parser.add_argument("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
     parser.add_argument("--limit", type=int, help="documents of each task at most (default: all)")
     parser.add_argument(
-        "--max-length", type=int,
+        "--max-length",
+        type=int,
         help="tokens read at once (default: the model's limit, else its training length)",
-    )  # fmt: skip
+    )
     return parser
 
 

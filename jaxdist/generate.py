@@ -38,14 +38,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
     add(
-        "--temperature", type=float, default=sampling.temperature,
+        "--temperature",
+        type=float,
+        default=sampling.temperature,
         help="0 = always the likeliest token (default: 1)",
-    )  # fmt: skip
+    )
     add("--top-k", type=int, default=sampling.top_k, help="only the k likeliest; 0 = all (default)")
     add(
-        "--top-p", type=float, default=sampling.top_p,
+        "--top-p",
+        type=float,
+        default=sampling.top_p,
         help="only the likeliest that reach this probability together (default: 1 = all)",
-    )  # fmt: skip
+    )
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--num-samples", type=int, default=1, help="texts for each prompt (default: 1)")
     return parser

@@ -77,11 +77,15 @@ def _options(argv: list[str]) -> SupervisorOptions:
     if faults:
         raise ConfigError(faults)
     return SupervisorOptions(
-        command=command, processes=flags.processes, devices_per_process=flags.devices_per_process,
-        min_processes=flags.min_processes, max_restarts=flags.max_restarts,
-        capacity_file=flags.capacity_file and Path(flags.capacity_file), grace_s=flags.grace_seconds,
+        command=command,
+        processes=flags.processes,
+        devices_per_process=flags.devices_per_process,
+        min_processes=flags.min_processes,
+        max_restarts=flags.max_restarts,
+        capacity_file=flags.capacity_file and Path(flags.capacity_file),
+        grace_s=flags.grace_seconds,
         preflight=flags.preflight,
-    )  # fmt: skip
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,18 +93,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = config.Parser(prog="jaxdist launch", description=__doc__, usage=usage)
     add = parser.add_argument
     add("--processes", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
-    add("--devices-per-process", type=int, metavar="K",
-        help="CPU: devices that each process emulates; GPU: how many each gets")  # fmt: skip
-    add("--min-processes", type=int, metavar="M",
-        help="go on with fewer, down to M, when processes are lost (default: all or none)")  # fmt: skip
-    add("--max-restarts", type=int, default=3, metavar="R",
-        help="starts again without progress in between before giving up (default 3)")  # fmt: skip
-    add("--capacity-file", metavar="PATH",
-        help="file with the number of processes that can run now, read before each start")  # fmt: skip
-    add("--grace-seconds", type=float, default=120, metavar="S",
-        help="time to save after a signal, before what still runs is killed (default 120)")  # fmt: skip
-    add("--preflight", action="store_true",
-        help="first measure each device's matmul rate and the all-reduce, and name what is slow")  # fmt: skip
+    add(
+        "--devices-per-process",
+        type=int,
+        metavar="K",
+        help="CPU: devices that each process emulates; GPU: how many each gets",
+    )
+    add(
+        "--min-processes",
+        type=int,
+        metavar="M",
+        help="go on with fewer, down to M, when processes are lost (default: all or none)",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="R",
+        help="starts again without progress in between before giving up (default 3)",
+    )
+    add(
+        "--capacity-file",
+        metavar="PATH",
+        help="file with the number of processes that can run now, read before each start",
+    )
+    add(
+        "--grace-seconds",
+        type=float,
+        default=120,
+        metavar="S",
+        help="time to save after a signal, before what still runs is killed (default 120)",
+    )
+    add(
+        "--preflight",
+        action="store_true",
+        help="first measure each device's matmul rate and the all-reduce, and name what is slow",
+    )
     return parser
 
 

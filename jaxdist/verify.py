@@ -28,9 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     devices = _devices(flags.devices)
     precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
     report = verify_layouts(
-        config, devices, precisions=precisions, only=flags.only,
+        config,
+        devices,
+        precisions=precisions,
+        only=flags.only,
         log=lambda line: print(line, file=sys.stderr if flags.json else sys.stdout, flush=True),
-    )  # fmt: skip
+    )
     if flags.json:
         print(json.dumps(report.to_json(), indent=1))
     else:

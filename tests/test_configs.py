@@ -85,10 +85,15 @@ def test_a_tiny_config_trains(tmp_path):
     corpus.write_text("the cat sat on the mat. " * 2000)
     arguments = ["--config", "gpt2_124m:tiny", "--workdir", str(tmp_path / "run")]
     small = {
-        "train.steps": 3, "optimizer.warmup_steps": 1, "train.log_every": 1, "model.num_layers": 2,
-        "data.source": "text", "data.path": corpus, "data.cache_dir": tmp_path / "cache",
+        "train.steps": 3,
+        "optimizer.warmup_steps": 1,
+        "train.log_every": 1,
+        "model.num_layers": 2,
+        "data.source": "text",
+        "data.path": corpus,
+        "data.cache_dir": tmp_path / "cache",
         "data.validation_share": 0,
-    }  # fmt: skip
+    }
     assert train.main(arguments + [f"--config.{key}={value}" for key, value in small.items()]) == 0
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3

@@ -130,9 +130,13 @@ def test_the_console_script_finds_modules_where_it_is_called(tmp_path):
     script.write_text("from jaxdist.__main__ import main\nmain()\n")
     command = [sys.executable, str(script), "train", "--config", "quickstart", "--help"]
     done = subprocess.run(
-        [*command, "--config.model.target=my_own:Model"], capture_output=True, text=True, check=False,
-        cwd=tmp_path / "here", env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [*command, "--config.model.target=my_own:Model"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     assert "--config.model.breadth" in done.stdout
 

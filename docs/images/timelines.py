@@ -7,11 +7,7 @@ from pathlib import Path
 
 from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, draw_svg
 
-PICTURES = {
-    "gpipe": ("gpipe", 4, 8, 1),
-    "1f1b": ("1f1b", 4, 8, 1),
-    "interleaved": ("interleaved", 4, 8, 2),
-}
+PICTURES = {"gpipe": ("gpipe", 4, 8, 1), "1f1b": ("1f1b", 4, 8, 1), "interleaved": ("interleaved", 4, 8, 2)}
 
 if __name__ == "__main__":
     for name, sizes in PICTURES.items():

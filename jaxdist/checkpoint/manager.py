@@ -180,9 +180,14 @@ class CheckpointManager:
         obstacle = self._obstacle(step, trees.tree_bytes(arrays), wait)
         self._last_save = self._now
         result = SaveResult(
-            step=step, ok=True, error=None, seconds=0.0, bytes=trees.tree_bytes(arrays), blocked_s=0.0,
+            step=step,
+            ok=True,
+            error=None,
+            seconds=0.0,
+            bytes=trees.tree_bytes(arrays),
+            blocked_s=0.0,
             waited_s=self._clock() - started if running else 0.0,
-        )  # fmt: skip
+        )
         if obstacle:
             error = CheckpointError(f"step {step} was not saved: {obstacle}")
             seconds = self._clock() - started

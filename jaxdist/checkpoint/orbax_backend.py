@@ -39,8 +39,7 @@ logging.getLogger("absl").addFilter(_is_news)
 def _type_handlers() -> Any:
     """Returns how leaves are written: arrays of any sharding, and host arrays by process 0."""
     arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=jax.process_count() > 1,
-        min_slice_bytes_for_replica_parallel=_SPLIT_BYTES,
+        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_SPLIT_BYTES
     )
     return ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())

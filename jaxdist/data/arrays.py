@@ -175,8 +175,9 @@ def faults_of(kinds: Mapping[str, Kind]) -> list[str]:
     """Returns what is wrong with arrays of such kinds as samples."""
     found = [
         f"{name} has dtype {kind.dtype}; give numbers (floats, integers or booleans)"
-        for name, kind in kinds.items() if kind.dtype.kind not in "biuf"
-    ]  # fmt: skip
+        for name, kind in kinds.items()
+        if kind.dtype.kind not in "biuf"
+    ]
     if INDEX in kinds:
         found.append(f"{INDEX!r} is the global sample index, which every batch has; rename the array")
     counts = {name: kind.dims[0] if kind.dims else 0 for name, kind in kinds.items()}

@@ -41,9 +41,15 @@ class Dataset:
     """Training and held-out samples of one source or a mixture; made by `open_dataset`."""
 
     def __init__(
-        self, sides: list[tuple[DatasetSplit, DatasetSplit]], weights: list[float], *,
-        tokenizer: Tokenizer | None, vocab_size: int | None, seed: int, fingerprint: str,
-    ):  # fmt: skip
+        self,
+        sides: list[tuple[DatasetSplit, DatasetSplit]],
+        weights: list[float],
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int | None,
+        seed: int,
+        fingerprint: str,
+    ):
         train, held_out = zip(*sides, strict=True)
         self.name = " + ".join(side.name for side in train)
         self.fingerprint = fingerprint  # of the tokens, the split, the cut and the mixture
@@ -155,9 +161,14 @@ def _bytes_per_token(sides: tuple[DatasetSplit, ...]) -> float | None:
 
 
 def open_dataset(
-    config: DataConfig, *, sequence_length: int, vocab_size: int | None = None, seed: int = 0,
-    folder: Path | None = None, log: Callable[[str], None] = print,
-) -> Dataset:  # fmt: skip
+    config: DataConfig,
+    *,
+    sequence_length: int,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    folder: Path | None = None,
+    log: Callable[[str], None] = print,
+) -> Dataset:
     """Returns the dataset of a config, tokenising the corpus on first use.
 
     Args:
@@ -200,7 +211,7 @@ def _open_arrays(config: DataConfig, seed: int, log: token_cache.Log) -> Dataset
     )
     dataset = Dataset(
         [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=found.fingerprint
-    )  # fmt: skip
+    )
     kinds = arrays.sample_shapes(config).items()
     about = ", ".join(f"{name} {list(dims)} {dtype}" for name, (dims, dtype) in kinds)
     log(f"data: {found.name}: {found.train.num_rows} samples of {about}; {found.held_out.num_rows} held out")

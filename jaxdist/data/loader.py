@@ -81,9 +81,16 @@ class Loader:
     """
 
     def __init__(
-        self, source: Dataset, *, global_size: int, shardings: Mapping[str, Sharding], split: str = "train",
-        start: int = 0, prefetch: int = 2, split_reading: bool | None = None,
-    ):  # fmt: skip
+        self,
+        source: Dataset,
+        *,
+        global_size: int,
+        shardings: Mapping[str, Sharding],
+        split: str = "train",
+        start: int = 0,
+        prefetch: int = 2,
+        split_reading: bool | None = None,
+    ):
         """Args:
         global_size: G, sequences per batch.
         shardings, split_reading: see Placer.

@@ -36,9 +36,18 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.tokenizer import digest
 
 Source = Literal[
-    "stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet", "mixture", "digits", "arrays",
+    "stdlib",
+    "text",
+    "jsonl",
+    "bin",
+    "megatron",
+    "huggingface",
+    "parquet",
+    "mixture",
+    "digits",
+    "arrays",
     "given",
-]  # fmt: skip
+]
 NOT_TEXT = ("digits", "arrays", "given")
 _STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
 

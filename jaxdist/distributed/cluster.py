@@ -70,9 +70,12 @@ def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
         return None
     start = [environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
     return ClusterInfo(
-        "Slurm", int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"]),
-        first_host(environ["SLURM_STEP_NODELIST"]), _port(*start),
-    )  # fmt: skip
+        "Slurm",
+        int(environ["SLURM_NTASKS"]),
+        int(environ["SLURM_PROCID"]),
+        first_host(environ["SLURM_STEP_NODELIST"]),
+        _port(*start),
+    )
 
 
 def first_host(nodes: str) -> str:

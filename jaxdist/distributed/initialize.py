@@ -92,9 +92,13 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
             _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
         jax.distributed.initialize(
-            address, number, rank, cluster_detection_method="deactivate",
-            coordinator_bind_address=here, **TIMEOUTS,
-        )  # fmt: skip
+            address,
+            number,
+            rank,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=here,
+            **TIMEOUTS,
+        )
         return f"process {rank} of {number}, joined through {LAUNCH}"
     try:
         jax.distributed.initialize(**TIMEOUTS)

@@ -68,9 +68,15 @@ def _settings(asked: dict[str, Any]) -> tuple[tuple[str, ...], int, SamplingConf
 
 
 def evaluate_tasks(
-    run: TrainedRun, tasks: Sequence[str], *, folder: Path | None = None, limit: int | None = None,
-    longest: int | None = None, watch: Watch | None = None, log: Callable[[str], None] = print,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    run: TrainedRun,
+    tasks: Sequence[str],
+    *,
+    folder: Path | None = None,
+    limit: int | None = None,
+    longest: int | None = None,
+    watch: Watch | None = None,
+    log: Callable[[str], None] = print,
+) -> dict[str, dict[str, Any]]:
     """Returns `{task: {metric: value}}` as lm_eval computes them.
 
     Args:
@@ -94,7 +100,11 @@ def evaluate_tasks(
         raise ConfigError([f"--tasks {name}: no such task.{suggest(name, known)}" for name in unknown])
     with contextlib.chdir(folder):  # where a task's data_files are looked for
         found = simple_evaluate(
-            RunModel(run, longest=longest, watch=watch), tasks=list(tasks), limit=limit, task_manager=manager,
-            log_samples=False, bootstrap_iters=0,
-        )  # fmt: skip
+            RunModel(run, longest=longest, watch=watch),
+            tasks=list(tasks),
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
     return found["results"]

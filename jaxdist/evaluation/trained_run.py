@@ -134,9 +134,7 @@ def _weights_alone(state: State) -> State:
     if state.ema is None:
         return state._replace(opt_state=None)
     average = jax.tree.map(
-        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding),
-        state.ema,
-        state.trainable,
+        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding), state.ema, state.trainable
     )
     return state._replace(trainable=None, opt_state=None, ema=average)
 
@@ -214,9 +212,13 @@ class TrainedRun:
             raise ConfigError(f"model.target={self.config.model['target']} has no decode method")
 
     def _continued(
-        self, rows: Sequence[np.ndarray], samples: Sequence[int], max_tokens: int,
-        sampling: SamplingConfig | None, seed: int,
-    ) -> list[Generation]:  # fmt: skip
+        self,
+        rows: Sequence[np.ndarray],
+        samples: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingConfig | None,
+        seed: int,
+    ) -> list[Generation]:
         """Returns what follows each row of tokens, a batch at a time."""
         sampling = sampling or SamplingConfig()
         if sampling.end_token is None:
@@ -225,15 +227,27 @@ class TrainedRun:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             found += self._generate(
-                self.state.trainable, self.state.model_state, rows[part], max_tokens=max_tokens,
-                sampling=sampling, seed=seed, samples=samples[part], frozen=self.state.frozen,
-            )  # fmt: skip
+                self.state.trainable,
+                self.state.model_state,
+                rows[part],
+                max_tokens=max_tokens,
+                sampling=sampling,
+                seed=seed,
+                samples=samples[part],
+                frozen=self.state.frozen,
+            )
         return found
 
     def complete(
-        self, prompts: Sequence[str], *, stops: Sequence[str] = (), max_tokens: int = 256,
-        sampling: SamplingConfig | None = None, seed: int = 0, longest: int | None = None,
-    ) -> list[str]:  # fmt: skip
+        self,
+        prompts: Sequence[str],
+        *,
+        stops: Sequence[str] = (),
+        max_tokens: int = 256,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+        longest: int | None = None,
+    ) -> list[str]:
         """Returns what follows each prompt, without it, up to where the first of `stops` would begin.
 
         Tokens are those that `generate` draws. A prompt that leaves no room is cut off on the left; an

@@ -68,28 +68,60 @@ _JAX = "; low precision: jax 0.10.2 pallas tpu_info"
 
 
 def _tpu(
-    name: str, kinds: tuple[str, ...], peaks: dict[str, float], gib: float, hbm: float,
-    links: tuple[int, float], usable_gib: float, source: str, *, devices: int = 1,
-    ghz: float | None = None, dcn: float | None = None, pcie: float | None = None, **more: Any,
-) -> Chip:  # fmt: skip
+    name: str,
+    kinds: tuple[str, ...],
+    peaks: dict[str, float],
+    gib: float,
+    hbm: float,
+    links: tuple[int, float],
+    usable_gib: float,
+    source: str,
+    *,
+    devices: int = 1,
+    ghz: float | None = None,
+    dcn: float | None = None,
+    pcie: float | None = None,
+    **more: Any,
+) -> Chip:
     """Returns a TPU row from the chip's TFLOP/s by dtype, GiB, GB/s of memory, and of each link.
 
     `usable_gib` is of one of its `devices`; `dcn` and `pcie` are GB/s of the chip.
     """
     rates = {dtype: value * _T / devices for dtype, value in peaks.items()}
     return Chip(
-        name, kinds, rates, int(gib * _GIB / devices), hbm * _G / devices, source, "ICI",
-        links[1] * _G, links[0], int(usable_gib * _GIB), devices_per_chip=devices, clock_hz=ghz and ghz * _G,
-        chips_per_host=4, network="DCN", network_bytes_per_s=dcn and dcn * _G / devices,
-        pcie_bytes_per_s=pcie and pcie * _G / devices, **more,
-    )  # fmt: skip
+        name,
+        kinds,
+        rates,
+        int(gib * _GIB / devices),
+        hbm * _G / devices,
+        source,
+        "ICI",
+        links[1] * _G,
+        links[0],
+        int(usable_gib * _GIB),
+        devices_per_chip=devices,
+        clock_hz=ghz and ghz * _G,
+        chips_per_host=4,
+        network="DCN",
+        network_bytes_per_s=dcn and dcn * _G / devices,
+        pcie_bytes_per_s=pcie and pcie * _G / devices,
+        **more,
+    )
 
 
 def _gpu(
-    name: str, kinds: tuple[str, ...], peaks: dict[str, float], gb: float, hbm: float,
-    link: tuple[str, float], source: str, *, pcie: float | None = None, infiniband: float | None = None,
+    name: str,
+    kinds: tuple[str, ...],
+    peaks: dict[str, float],
+    gb: float,
+    hbm: float,
+    link: tuple[str, float],
+    source: str,
+    *,
+    pcie: float | None = None,
+    infiniband: float | None = None,
     **more: Any,
-) -> Chip:  # fmt: skip
+) -> Chip:
     """Returns a GPU row from TFLOP/s by dtype, GB, GB/s of memory, one-way GB/s of all links.
 
     `pcie` and `infiniband` are GB/s of the GPU; a GPU whose link is PCIe has that for its host, too.
@@ -97,9 +129,20 @@ def _gpu(
     pcie = link[1] if link[0] == "PCIe" else pcie
     rates = {dtype: value * _T for dtype, value in peaks.items()}
     return Chip(
-        name, kinds, rates, int(gb * _G), hbm * _G, source, link[0], link[1] * _G, 1, network="InfiniBand",
-        network_bytes_per_s=infiniband and infiniband * _G, pcie_bytes_per_s=pcie and pcie * _G, **more,
-    )  # fmt: skip
+        name,
+        kinds,
+        rates,
+        int(gb * _G),
+        hbm * _G,
+        source,
+        link[0],
+        link[1] * _G,
+        1,
+        network="InfiniBand",
+        network_bytes_per_s=infiniband and infiniband * _G,
+        pcie_bytes_per_s=pcie and pcie * _G,
+        **more,
+    )
 
 
 # Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4 x 128 x 128, v4 and

@@ -78,9 +78,12 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
     compiled = jax.jit(run, out_shardings=whole)
 
     def score(
-        weights: Sequence[Tree], windows: Sequence[ScoreWindow], *, longest: int,
+        weights: Sequence[Tree],
+        windows: Sequence[ScoreWindow],
+        *,
+        longest: int,
         watch: Callable[[int, int], None] | None = None,
-    ) -> list[Score]:  # fmt: skip
+    ) -> list[Score]:
         widths = [min(bucket(len(window.tokens) - 1), longest) for window in windows]
         order = sorted(range(len(windows)), key=lambda i: -widths[i])  # the largest program first
         batches = list(_batches(order, widths, rows))

@@ -211,10 +211,11 @@ _GEMMA = (
 )  # fmt: skip
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM",
+    "llama",
+    "LlamaForCausalLM",
     (*_USUAL, _EPS6, _UNTIED, rotary(), attention_bias(), only("mlp_bias", False)),
     _table(_EDGES | _ATTENTION | _MLP | _PRE_NORMS),
-)  # fmt: skip
+)
 _FAMILIES = (
     LLAMA,
     Family(

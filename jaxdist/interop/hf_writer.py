@@ -91,9 +91,15 @@ class CheckpointWeights:
 
 
 def export(
-    target: Path, family: Family, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray], *, dtype: str, max_shard_bytes: int,
-) -> int:  # fmt: skip
+    target: Path,
+    family: Family,
+    fields: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    *,
+    dtype: str,
+    max_shard_bytes: int,
+) -> int:
     """Writes weights and config.json for `from_pretrained`; returns the bytes of the tensors.
 
     Args:

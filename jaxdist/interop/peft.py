@@ -39,9 +39,14 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def write(
-    target: Path, family: Family, config: LoraConfig, adapters: Mapping[str, np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]], *, base: str,
-) -> int:  # fmt: skip
+    target: Path,
+    family: Family,
+    config: LoraConfig,
+    adapters: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    base: str,
+) -> int:
     """Writes a folder for `PeftModel.from_pretrained`; returns the bytes of its tensors.
 
     Args:
@@ -69,13 +74,25 @@ def write(
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
     wide = {name: rank for name, rank in ranks.items() if rank != config.rank}
     about = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
-        "r": config.rank, "lora_alpha": config.alpha, "target_modules": sorted(ranks), "rank_pattern": wide,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": wide,
         "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in wide.items()},
-        "fan_in_fan_out": family.model_type == "gpt2", "lora_dropout": 0.0, "bias": "none",
-        "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
-        "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None,
-    }  # fmt: skip
+        "fan_in_fan_out": family.model_type == "gpt2",
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
     (target / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return sum(x.nbytes for x in tensors.values())
 
@@ -102,8 +119,9 @@ def read(
         raise ConfigError(f"lora.from_peft={folder}: no adapter that PEFT wrote: {error}") from error
     faults = [
         f"{name}={about[name]!r} is not supported; required {legal[0]!r}"
-        for name, legal in _REQUIRED.items() if about.get(name, legal[0]) not in legal
-    ]  # fmt: skip
+        for name, legal in _REQUIRED.items()
+        if about.get(name, legal[0]) not in legal
+    ]
     found = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
     for name in () if faults else tensors:
         faults += _take(found, name, tensors, family, about, config)

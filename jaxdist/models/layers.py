@@ -134,9 +134,12 @@ def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax
         for table, still in ((cos, 1), (sin, 0))
     )
     swapped = jnp.einsum(
-        "bshn,nm->bshm", x_BSHN, _half_turn(N, R, x_BSHN.dtype),
-        precision=jax.lax.Precision.HIGHEST, preferred_element_type=x_BSHN.dtype,
-    )  # fmt: skip
+        "bshn,nm->bshm",
+        x_BSHN,
+        _half_turn(N, R, x_BSHN.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=x_BSHN.dtype,
+    )
     return (x_BSHN.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x_BSHN.dtype)
 
 

@@ -218,9 +218,13 @@ class Transformer(nnx.Module):
             return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
 
         found = tables(
-            c.rope_theta, factor=c.rope_factor, scaling=c.rope_scaling, low=c.rope_low_factor,
-            high=c.rope_high_factor, original=c.rope_original_positions,
-        )  # fmt: skip
+            c.rope_theta,
+            factor=c.rope_factor,
+            scaling=c.rope_scaling,
+            low=c.rope_low_factor,
+            high=c.rope_high_factor,
+            original=c.rope_original_positions,
+        )
         return found | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
 
     def embed(self, batch: Batch) -> jax.Array:

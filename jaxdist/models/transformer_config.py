@@ -76,9 +76,15 @@ class TransformerConfig:
         if not 0 <= self.dropout < 1:
             yield f"model.dropout={self.dropout}: must be in [0, 1)"
         for name in (
-            "z_loss", "logit_softcap", "loss_chunk", "init_std",
-            "attention_scale", "attention_softcap", "rope_theta_local", "window",
-        ):  # fmt: skip
+            "z_loss",
+            "logit_softcap",
+            "loss_chunk",
+            "init_std",
+            "attention_scale",
+            "attention_softcap",
+            "rope_theta_local",
+            "window",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 yield f"model.{name}={getattr(self, name)}: must be >= 0"
         for name in ("rope_theta", "rope_factor", "norm_eps", "embedding_scale"):

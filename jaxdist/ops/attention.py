@@ -195,9 +195,15 @@ def _cudnn(q, k, v, segment_ids, *, options: _Options) -> jax.Array:
         place = jnp.arange(q.shape[1])
         mask, window = mask & (place[:, None] - place < options.window)[None, None], None
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=options.scale, is_causal=options.causal,
-        local_window_size=window, implementation="cudnn",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=options.scale,
+        is_causal=options.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
 
 
 # --- the reference --------------------------------------------------------------------------------

@@ -35,10 +35,7 @@ from jaxdist.optim.schedules import Schedule
 
 
 def build_optimizer(
-    config: OptimizerConfig,
-    schedule: Schedule,
-    abstract_params: optax.Params,
-    logical_names: optax.Params,
+    config: OptimizerConfig, schedule: Schedule, abstract_params: optax.Params, logical_names: optax.Params
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation; `update` needs the parameters.
 
@@ -162,8 +159,9 @@ def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
     return [
         f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
         f"{', '.join(list(paths)[:8])}"
-        for number, (pattern, *_) in enumerate(config.groups) if number not in found
-    ]  # fmt: skip
+        for number, (pattern, *_) in enumerate(config.groups)
+        if number not in found
+    ]
 
 
 def _groups_of(config: OptimizerConfig, paths: Collection[str]) -> dict[str, int]:

@@ -48,9 +48,16 @@ def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
     extra = shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
     return Placement(
-        path, tuple(x.shape), names, stored, rules.state(names, x.shape), shard_dims,
-        shard_bytes, extra, rules.why(names, x.shape),
-    )  # fmt: skip
+        path,
+        tuple(x.shape),
+        names,
+        stored,
+        rules.state(names, x.shape),
+        shard_dims,
+        shard_bytes,
+        extra,
+        rules.why(names, x.shape),
+    )
 
 
 def explain(placements: Sequence[Placement]) -> str:

@@ -100,8 +100,7 @@ def _saveable(policy: str) -> Callable | None:
         # With attention's own residuals its forward pass runs once: faster, and smaller than
         # without, where the output projection's input is computed again (0.93 x the time on CPU).
         return policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable,
-            policies.save_only_these_names("attention_residuals"),
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention_residuals")
         )
     named = named_in(policy)
     if not named["offload"]:

@@ -75,10 +75,7 @@ class Collective:
 
 
 def collectives(
-    module: hlo.Module,
-    shape: MeshShape,
-    target: Target | None = None,
-    mesh_ids: Sequence[int] | None = None,
+    module: hlo.Module, shape: MeshShape, target: Target | None = None, mesh_ids: Sequence[int] | None = None
 ) -> list[Collective]:
     """Returns the collectives of a compiled step in the order of its schedule.
 

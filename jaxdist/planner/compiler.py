@@ -118,10 +118,11 @@ def compile_run(
         folder = Path(name)
         workdir.write_json(folder / workdir.CONFIG, configs.to_config_dict(run).to_dict())
         request = {
-            "target": target.text, "platform": target.platform,
+            "target": target.text,
+            "platform": target.platform,
             "cache": str(_cache(options) or folder),
             "flags": compiler_flags(target.platform, options, os.environ),
-        }  # fmt: skip
+        }
         workdir.write_json(folder / "request.json", request)
         result = _watch(folder, _environment(target, os.environ), options, say)
         if "faults" in result:

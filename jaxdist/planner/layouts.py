@@ -107,9 +107,14 @@ class Candidate:
         """How much there is to set and to understand."""
         run = self.run
         return 2 * len(self.axes) + sum(
-            (run.batch.accumulation > 1, run.mesh.sequence_parallel, run.mesh.zero < 3,
-             ":" in run.remat.policy, run.pipeline.chunks > 1)
-        )  # fmt: skip
+            (
+                run.batch.accumulation > 1,
+                run.mesh.sequence_parallel,
+                run.mesh.zero < 3,
+                ":" in run.remat.policy,
+                run.pipeline.chunks > 1,
+            )
+        )
 
     def overrides(self, run: RunConfig) -> list[str]:
         """Returns what it changes of a run, as on the command line."""
@@ -148,9 +153,15 @@ def _meshes(asked: MeshConfig, target: Target) -> Iterator[MeshConfig]:
         if total % (pipeline * data * tensor):
             continue
         mesh = replace(
-            asked, pipeline=pipeline, data=data, fsdp=total // (pipeline * data * tensor), tensor=tensor,
-            dcn=DcnConfig(), zero=3, sequence_parallel=False,
-        )  # fmt: skip
+            asked,
+            pipeline=pipeline,
+            data=data,
+            fsdp=total // (pipeline * data * tensor),
+            tensor=tensor,
+            dcn=DcnConfig(),
+            zero=3,
+            sequence_parallel=False,
+        )
         if data % slices == 0:
             yield mesh
         if slices > 1 and pipeline % slices == 0:

@@ -134,12 +134,16 @@ class _Step:
         """What is alive from the loss to the end of the backward pass."""
         several = self.run.batch.accumulation > 1 or self.cut
         cast = self.compute != self.stored
-        return self.state | self._kept() | {
-            "gradients": self._sum(self.rules.gradient, 4) if several else 0,  # of earlier parts
-            "unreduced gradients": 4 * self._head(trained=True),
-            # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
-            "weights as computed": self._sum(self.rules.stored, self.compute, "blocks") if cast else 0,
-        }  # fmt: skip
+        return (
+            self.state
+            | self._kept()
+            | {
+                "gradients": self._sum(self.rules.gradient, 4) if several else 0,  # of earlier parts
+                "unreduced gradients": 4 * self._head(trained=True),
+                # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
+                "weights as computed": self._sum(self.rules.stored, self.compute, "blocks") if cast else 0,
+            }
+        )
 
     def _kept(self) -> Components:
         """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
@@ -189,8 +193,9 @@ class _Step:
         """Returns the bytes of all parameters whose path starts so, laid out by a rule."""
         parts = (
             self._elements(x.shape, rule(names, x.shape))
-            for path, (x, names) in self.parameters.items() if path.startswith(of)
-        )  # fmt: skip
+            for path, (x, names) in self.parameters.items()
+            if path.startswith(of)
+        )
         return itemsize * sum(parts)
 
     def _elements(self, dims: Sequence[int], where: P) -> int:
@@ -276,9 +281,14 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
             again.remove(size)
     heads = [d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n]
     return Block(
-        length, _bytes(x), tuple(kept), sum(again) + _bytes(x) + largest, largest,
-        length * (heads[0] if heads else 0), tuple(math.prod(d) for d in local),
-    )  # fmt: skip
+        length,
+        _bytes(x),
+        tuple(kept),
+        sum(again) + _bytes(x) + largest,
+        largest,
+        length * (heads[0] if heads else 0),
+        tuple(math.prod(d) for d in local),
+    )
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):

@@ -155,10 +155,15 @@ def outline(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
     slices = target.num_slices if target.platform == "tpu" else None
     shape, rules, spec = validation.validate_on(run, target.num_devices, slices, with_data=False)
     plan = Plan(
-        run, target, shape, spec.parameter_count, memory.components(run, spec, rules, target),
-        capacity(target), pipeline_report.describe(run, spec, rules).get("pipeline", {}),
+        run,
+        target,
+        shape,
+        spec.parameter_count,
+        memory.components(run, spec, rules, target),
+        capacity(target),
+        pipeline_report.describe(run, spec, rules).get("pipeline", {}),
         run.train.steps * run.batch.global_size * build.targets_per_sample(run),
-    )  # fmt: skip
+    )
     return plan, rules, spec
 
 
@@ -227,9 +232,14 @@ def _batch_bytes(plan: Plan) -> int:
 
 def _edits(plan: Plan, spec: ModelSpec, rules: Rules) -> list[Edit]:
     return advice.edits(
-        plan.run, spec, rules, plan.target, plan.components,
-        needed_bytes=plan.peak_bytes, capacity_bytes=plan.capacity_bytes,
-    )  # fmt: skip
+        plan.run,
+        spec,
+        rules,
+        plan.target,
+        plan.components,
+        needed_bytes=plan.peak_bytes,
+        capacity_bytes=plan.capacity_bytes,
+    )
 
 
 def _peak_if_held(run: RunConfig, target: Target, options: CompileOptions | None, say: Say) -> int | None:
@@ -249,13 +259,18 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
     speeds = {axis: x.bytes_per_s if math.isfinite(x.bytes_per_s) else None for axis, x in links.items()}
     staged = shape.sizes["pipeline"] > 1
     return {
-        "text": str(shape), "mesh": dict(shape.sizes), "dcn": dict(shape.dcn), "zero": run.mesh.zero,
+        "text": str(shape),
+        "mesh": dict(shape.sizes),
+        "dcn": dict(shape.dcn),
+        "zero": run.mesh.zero,
         "links": {axis: {"name": x.name, "bytes_per_s": speeds[axis]} for axis, x in links.items()},
         "schedule": run.pipeline.schedule if staged else None,
-        "microbatches": build.num_microbatches(run, shape), "accumulation": run.batch.accumulation,
-        "global_size": run.batch.global_size, "sequence_length": run.batch.sequence_length,
+        "microbatches": build.num_microbatches(run, shape),
+        "accumulation": run.batch.accumulation,
+        "global_size": run.batch.global_size,
+        "sequence_length": run.batch.sequence_length,
         "remat": run.remat.policy,
-    }  # fmt: skip
+    }
 
 
 def _collective(one: Collective) -> dict[str, Any]:

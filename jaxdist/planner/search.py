@@ -109,13 +109,19 @@ class Ranking:
     def to_json(self) -> dict[str, Any]:
         best = self.winner
         return {
-            "target": self.target.text, "exit_code": self.exit_code, "winner": best and best.to_json(),
+            "target": self.target.text,
+            "exit_code": self.exit_code,
+            "winner": best and best.to_json(),
             "overrides": self.compiled[0].layout.overrides(self.run) if best else [],
             "ranking": [self._row(one.layout, one) for one in self.compiled],
             "not_compiled": [self._row(one) | {"why": why} for one, why in self.others],
-            "counts": self.counts, "illegal": self.illegal, "rule_of_thumb": self.rule,
-            "stopped": self.stopped, "seconds": self.seconds, "cpu_seconds": self.cpu_seconds,
-        }  # fmt: skip
+            "counts": self.counts,
+            "illegal": self.illegal,
+            "rule_of_thumb": self.rule,
+            "stopped": self.stopped,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+        }
 
     def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
         guess = {
@@ -129,12 +135,17 @@ class Ranking:
             return row
         plan, found = compiled.plan, compiled.plan.time
         return row | {
-            "fits": plan.fits, "step_s": compiled.seconds, "why": compiled.why(self.compiled[0]),
-            "band_s": found.band_s, "waterfall": found.waterfall, "mfu_causal": found.mfu_causal,
-            "tokens_per_s_per_chip": found.tokens_per_s_per_chip, "peak_bytes": plan.peak_bytes,
+            "fits": plan.fits,
+            "step_s": compiled.seconds,
+            "why": compiled.why(self.compiled[0]),
+            "band_s": found.band_s,
+            "waterfall": found.waterfall,
+            "mfu_causal": found.mfu_causal,
+            "tokens_per_s_per_chip": found.tokens_per_s_per_chip,
+            "peak_bytes": plan.peak_bytes,
             "capacity_bytes": plan.capacity_bytes,
             "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
-        }  # fmt: skip
+        }
 
 
 def search(
@@ -206,10 +217,13 @@ def _fitting(found: Sequence[Candidate], target: Target, spec: ModelSpec) -> tup
         larger += one.accounted_bytes > most
         fitting += [one] * (one.accounted_bytes <= most)
     counts = {
-        "layouts": len(found), "with too much state": len(found) - len(possible),
-        "with too many activations": larger, f"slower than {WORTH} x the fastest": late,
-        f"behind {ENOUGH} on the same axes": passed, "fit": len(fitting),
-    }  # fmt: skip
+        "layouts": len(found),
+        "with too much state": len(found) - len(possible),
+        "with too many activations": larger,
+        f"slower than {WORTH} x the fastest": late,
+        f"behind {ENOUGH} on the same axes": passed,
+        "fit": len(fitting),
+    }
     if not fitting:
         least = min(one.state_bytes for one in found)
         near = (layouts.accounted(one, target, spec) for one in found if one.state_bytes <= 1.1 * least)
@@ -248,9 +262,10 @@ class _Hunt:
             most = min(refused, default=math.inf)
             leader = min(fits, key=attrgetter("seconds")).layout.axes if fits else None
             hopeful = [
-                one for one in fitting
+                one
+                for one in fitting
                 if one not in tried and one.estimate.bound_s < fastest and one.accounted_bytes < most
-            ]  # fmt: skip
+            ]
             fresh = [one for one in hopeful if kinds[one.axes] < (ALIKE if one.axes == leader else 1)]
             if not fresh:
                 return "each set of axes was tried" if hopeful else "nothing else can be faster"
@@ -325,10 +340,15 @@ def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME"
     for place, row in enumerate([*found["ranking"], *found["not_compiled"][:5]], 1):
         compiled, guess = "fits" in row, row["arithmetic"]
         table.add_row(
-            str(place) if compiled else "-", row["layout"], time_text(row["step_s"]) if compiled else "",
-            f"{(row['peak_bytes'] or 0) / _GIB:.1f}" if compiled else "", time_text(guess["step_s"]),
-            f"{guess['peak_bytes'] / _GIB:.1f}", Text(row["why"]), style="" if compiled else "dim",
-        )  # fmt: skip
+            str(place) if compiled else "-",
+            row["layout"],
+            time_text(row["step_s"]) if compiled else "",
+            f"{(row['peak_bytes'] or 0) / _GIB:.1f}" if compiled else "",
+            time_text(guess["step_s"]),
+            f"{guess['peak_bytes'] / _GIB:.1f}",
+            Text(row["why"]),
+            style="" if compiled else "dim",
+        )
     console.print(table, highlight=False)
     rule, lines = found["rule_of_thumb"], ["; ".join(f"{n} {name}" for name, n in found["counts"].items())]
     lines += [f"compiled until {found['stopped']}"]

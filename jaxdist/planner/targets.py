@@ -76,12 +76,14 @@ class Target:
         return [
             SimpleNamespace(
                 id=local if self.num_slices == 1 else (index + 1) * _SLICE_ID + local,
-                platform=self.platform, device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
+                platform=self.platform,
+                device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
                 coords=(*(_coords(local // per_chip, self.shape) if tpu else ()), 0)[:3],
-                core_on_chip=local % per_chip, slice_index=index,
+                core_on_chip=local % per_chip,
+                slice_index=index,
             )
             for index, local in places
-        ]  # fmt: skip
+        ]
 
     def group_link(self, device_ids: Sequence[int]) -> Link:
         """Returns the link of a replica group, given by `jax.Device.id`.

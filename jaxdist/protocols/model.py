@@ -105,9 +105,10 @@ def _own_state(state: nnx.State) -> dict[str, jax.Array]:
     """Returns path -> value of variables that are neither parameters nor random streams."""
     others = (nnx.Param, nnx.RngState)
     return {
-        "/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)
+        "/".join(map(str, path)): v.get_value()
+        for path, v in nnx.to_flat_state(state)
         if isinstance(v, nnx.Variable) and not isinstance(v, others)
-    }  # fmt: skip
+    }
 
 
 def _refuse_changes(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> None:
@@ -169,10 +170,7 @@ def scan_layers(
 
 
 def staged_loss(
-    model: Any,
-    batch: Batch,
-    key: jax.Array | None,
-    transform: Callable[[Block], Block] = lambda block: block,
+    model: Any, batch: Batch, key: jax.Array | None, transform: Callable[[Block], Block] = lambda block: block
 ) -> Loss:
     """Returns the loss of a staged model."""
     fields = shared_fields(model, batch)

@@ -192,8 +192,9 @@ def describe(
     everything = trees.flatten_names(parts.trainable) | trees.flatten_names(parts.frozen)
     faults = [
         f"optimizer.frozen: {pattern!r} finds no parameter; there are: {', '.join(list(everything)[:8])}"
-        for pattern in frozen if not any(re.search(pattern, path) for path in everything)
-    ]  # fmt: skip
+        for pattern in frozen
+        if not any(re.search(pattern, path) for path in everything)
+    ]
     staged = is_staged(model)
     named, misfits = param_names.rename(param_names.names_of(model, staged=staged), rules, everything)
     param_names.set_names(model, named)
@@ -207,9 +208,18 @@ def describe(
         return jax.tree_util.tree_map_with_path(lambda path, _: named[trees.join(path)], tree)
 
     return ModelSpec(
-        build, parts.graph, parts.trainable, parts.model_state, names_of(parts.trainable), parts.frozen,
-        names_of(parts.frozen), parts.streams, type(model), tuple(frozen), staged,
-    )  # fmt: skip
+        build,
+        parts.graph,
+        parts.trainable,
+        parts.model_state,
+        names_of(parts.trainable),
+        parts.frozen,
+        names_of(parts.frozen),
+        parts.streams,
+        type(model),
+        tuple(frozen),
+        staged,
+    )
 
 
 def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:

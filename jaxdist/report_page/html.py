@@ -156,9 +156,15 @@ def _after(curve: Curve, step: float) -> Curve:
 
 
 def _field_card(
-    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str,
-    *, from_zero: bool = False,
-) -> str:  # fmt: skip
+    runs: Sequence[RunSummary],
+    field: str,
+    title: str,
+    remark: str,
+    factor: float,
+    unit: str,
+    *,
+    from_zero: bool = False,
+) -> str:
     curves, last = [], ""
     for run, style, key in zip(runs, _RUN_CLASSES, _keys(runs), strict=False):
         pairs = [(step, value * factor) for step, value in run.column(field)]

@@ -96,10 +96,12 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {axis: full_devices // known if size == -1 else size for axis, size in axes.items()}
         return fit(
-            ElasticLayout(axes, batch["accumulation"]), devices=devices, global_size=batch["global_size"],
+            ElasticLayout(axes, batch["accumulation"]),
+            devices=devices,
+            global_size=batch["global_size"],
             microbatches=config["pipeline"]["microbatches"],
             dcn={axis: size for axis, size in mesh["dcn"].items() if axis != "force"},
-        )  # fmt: skip
+        )
     except (KeyError, TypeError):
         return None
 
@@ -139,8 +141,12 @@ def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
         return None
     sizes = {axis: getattr(run.mesh, axis) for axis in ("data", *_MODEL_AXES)}
     mesh = {axis: size for axis, size in sizes.items() if size != 1}
-    return {"devices_before": before[0], "devices": devices, "mesh": mesh,
-            "accumulation": run.batch.accumulation}  # fmt: skip
+    return {
+        "devices_before": before[0],
+        "devices": devices,
+        "mesh": mesh,
+        "accumulation": run.batch.accumulation,
+    }
 
 
 def _starts(folder: Path) -> Sequence[dict[str, Any]]:

@@ -62,9 +62,14 @@ class Monitor:
     """Looks at the metrics of each step, in order; waits until the step is done."""
 
     def __init__(
-        self, config: HealthConfig, *, nonfinite_limit: int, samples: Callable[[int], tuple[int, int]],
-        event: Callable[..., None], note: Callable[[str], None],
-    ):  # fmt: skip
+        self,
+        config: HealthConfig,
+        *,
+        nonfinite_limit: int,
+        samples: Callable[[int], tuple[int, int]],
+        event: Callable[..., None],
+        note: Callable[[str], None],
+    ):
         """Args:
         samples: first and last global sample index of a step's batch.
         event: takes an event's name, step and fields.
@@ -106,8 +111,10 @@ class Monitor:
                 "nonfinite",
                 f"{skipped} steps in a row with non-finite loss or gradients "
                 f"(optimizer.nonfinite_limit={self._limit})",
-                first=number - skipped + 1, last=number, policy=self._config.nonfinite,
-            )  # fmt: skip
+                first=number - skipped + 1,
+                last=number,
+                policy=self._config.nonfinite,
+            )
 
     def _spike(self, number: int, loss: float) -> None:
         sigmas, losses = self._config.spike_sigmas, self._losses

@@ -84,9 +84,12 @@ def gathered(rates: Mapping[str, float]) -> dict[int, dict[str, float]]:
 
 
 def lines(
-    rates: Mapping[int, Mapping[str, float]], what: str, peak: float | None, bandwidth: float | None,
+    rates: Mapping[int, Mapping[str, float]],
+    what: str,
+    peak: float | None,
+    bandwidth: float | None,
     links: float | None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Returns the table, and a line for each device that is slow.
 
     Args:

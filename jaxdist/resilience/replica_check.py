@@ -80,8 +80,11 @@ def _summing(*shardings: NamedSharding) -> Callable[..., jax.Array]:
     mesh = shardings[0].mesh
     local = jax.shard_map(
         lambda *parts: jnp.stack([_sum(part) for part in parts])[None],
-        mesh=mesh, in_specs=tuple(s.spec for s in shardings), out_specs=P(mesh.axis_names), check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=tuple(s.spec for s in shardings),
+        out_specs=P(mesh.axis_names),
+        check_vma=False,
+    )
     return jax.jit(local, out_shardings=NamedSharding(mesh, P()))
 
 

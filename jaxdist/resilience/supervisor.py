@@ -19,12 +19,7 @@ from typing import Any
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
-from jaxdist.resilience import (
-    EXIT_PEER_LOST,
-    EXIT_PREEMPTED,
-    elastic,
-    stop_signals,
-)
+from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, elastic, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, run_folder
 from jaxdist.resilience.worker_group import WorkerGroup
 

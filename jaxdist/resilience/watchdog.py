@@ -92,7 +92,7 @@ class Watchdog:
 
     def at(
         self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Says what begins now; `watcher.PHASES` has the names.
 
         Args:
@@ -158,16 +158,20 @@ class Watchdog:
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
         told: dict[str, Any] = {
-            "pid": os.getpid(), "folder": str(self._folder.absolute()), "life": life,
-            "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe(),
-        } | _membership(os.environ)  # fmt: skip
+            "pid": os.getpid(),
+            "folder": str(self._folder.absolute()),
+            "life": life,
+            "memory": memory.fileno(),
+            "dump": dump.fileno(),
+            "leave": _exit_pipe(),
+        } | _membership(os.environ)
         root = str(Path(jaxdist.__file__).parent.parent)
         self._watcher = subprocess.Popen(
             [sys.executable, "-S", "-s", watchdog_process.__file__, json.dumps(told)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": root},
             pass_fds=[told[name] for name in ("life", "memory", "dump", "leave")],
-        )  # fmt: skip
+        )
         os.close(life)
 
 
@@ -196,9 +200,13 @@ class _Context(ctypes.Structure):
     """The head of glibc's ucontext_t, the same on x86-64 and aarch64; the rest is its own business."""
 
     _fields_ = [
-        ("flags", ctypes.c_ulong), ("link", ctypes.c_void_p), ("stack", ctypes.c_void_p),
-        ("stack_flags", ctypes.c_int), ("stack_bytes", ctypes.c_size_t), ("rest", ctypes.c_byte * 16_384),
-    ]  # fmt: skip
+        ("flags", ctypes.c_ulong),
+        ("link", ctypes.c_void_p),
+        ("stack", ctypes.c_void_p),
+        ("stack_flags", ctypes.c_int),
+        ("stack_bytes", ctypes.c_size_t),
+        ("rest", ctypes.c_byte * 16_384),
+    ]
 
 
 _kept: list[Any] = []  # what the thread of C uses

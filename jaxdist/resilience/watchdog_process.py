@@ -68,9 +68,18 @@ class WatchdogProcess:
     """Watches one process until that ends or is ended."""
 
     def __init__(
-        self, *, pid: int, process: int, processes: int, folder: str, group: str, life: int, memory: int,
-        dump: int, leave: int,
-    ):  # fmt: skip
+        self,
+        *,
+        pid: int,
+        process: int,
+        processes: int,
+        folder: str,
+        group: str,
+        life: int,
+        memory: int,
+        dump: int,
+        leave: int,
+    ):
         """Args:
         pid: of the process, which has this one as its child.
         group: the same for all processes that run together, and no others.

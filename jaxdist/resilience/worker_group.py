@@ -72,9 +72,14 @@ class WorkerGroup:
         self, number: int, command: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None]
     ) -> None:
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare,
-        )  # fmt: skip
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
         assert process.stdout is not None and self._guard.stdin is not None
         self.processes[number], self._partial[number] = process, b""
         self.last_lines[number] = deque(maxlen=_LAST_LINES)

@@ -89,9 +89,15 @@ def build_pipelined(
             return _assembled(spec, compute, parameters, held["model_state"], frozen, key)
 
         pipeline = Pipeline(
-            program, num_layers, assemble, transform, run_blocks,
-            keeps_layers=remat == "layers", gather_once=gather_once, edges_last=edges_last,
-        )  # fmt: skip
+            program,
+            num_layers,
+            assemble,
+            transform,
+            run_blocks,
+            keeps_layers=remat == "layers",
+            gather_once=gather_once,
+            edges_last=edges_last,
+        )
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         held = {"model_state": model_state, "frozen": frozen}
         held_names = {"model_state": spec.state_names, "frozen": spec.with_stack_names(spec.frozen_names)}

@@ -103,9 +103,16 @@ def build_train_step(
         with execution.activate(mesh, rules), precision.reducing_in(config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
-                objective, state.trainable, state.model_state, state.frozen, batch, key,
-                accumulation=config.accumulation, names=spec.stacked_names, pipelined=pipelined,
-            )  # fmt: skip
+                objective,
+                state.trainable,
+                state.model_state,
+                state.frozen,
+                batch,
+                key,
+                accumulation=config.accumulation,
+                names=spec.stacked_names,
+                pipelined=pipelined,
+            )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
             after = apply_update(state, sums, batch, rule, config, spec)
@@ -145,9 +152,15 @@ def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
     if cut is None:
         return None
     return build_pipelined(
-        spec, cut.program(), cut.num_layers, compute=config.compute, remat=cut.remat,
-        gather_once=cut.config.gather_once, edges_last=cut.config.edges == "last", backward=backward,
-    )  # fmt: skip
+        spec,
+        cut.program(),
+        cut.num_layers,
+        compute=config.compute,
+        remat=cut.remat,
+        gather_once=cut.config.gather_once,
+        edges_last=cut.config.edges == "last",
+        backward=backward,
+    )
 
 
 def _fresh_state(

@@ -38,11 +38,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        *,
-        enabled: bool = True,
-        clock: Callable[[], float] = time.time,
+        self, workdir: str | os.PathLike[str], *, enabled: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
         """Creates the workdir and opens both files; with enabled=False (process > 0) does nothing.
 

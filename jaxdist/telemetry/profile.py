@@ -41,12 +41,7 @@ class ProfileWindow:
     """Traces `num_steps` steps from `first_step` on, once; call `step` after every update."""
 
     def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        first_step: int,
-        num_steps: int,
-        *,
-        enabled: bool = True,
+        self, workdir: str | os.PathLike[str], first_step: int, num_steps: int, *, enabled: bool = True
     ) -> None:
         """Does nothing yet.
 

@@ -37,9 +37,13 @@ def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
 
 
 def build_step(
-    run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules, *,
+    run: RunConfig,
+    spec: ModelSpec,
+    mesh: Mesh,
+    rules: Rules,
+    *,
     optimizer: optax.GradientTransformation | None = None,
-) -> TrainStep:  # fmt: skip
+) -> TrainStep:
     """Returns the train step of a validated run on a mesh: the one that everything uses.
 
     An `optimizer` that is given stands for that of the config.

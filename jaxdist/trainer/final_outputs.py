@@ -17,9 +17,14 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def write_final_outputs(
-    config: RunConfig, folder: Path, state: State, *, tokenizer: Tokenizer | None, generate: Generate | None,
+    config: RunConfig,
+    folder: Path,
+    state: State,
+    *,
+    tokenizer: Tokenizer | None,
+    generate: Generate | None,
     display: Display,
-) -> None:  # fmt: skip
+) -> None:
     """Writes them; every process makes the call.
 
     Args:
@@ -45,9 +50,13 @@ def _sample(
     weights = state.trainable if state.ema is None else state.ema
     try:
         (found,) = generate(
-            weights, state.model_state, [tokenizer.encode(train.sample_prompt)],
-            max_tokens=train.sample_tokens, sampling=SamplingConfig(temperature=0.8), seed=config.seed,
-        )  # fmt: skip
+            weights,
+            state.model_state,
+            [tokenizer.encode(train.sample_prompt)],
+            max_tokens=train.sample_tokens,
+            sampling=SamplingConfig(temperature=0.8),
+            seed=config.seed,
+        )
     except ConfigError as error:  # the run is done and saved: no sample is no failure
         display.note(f"no sample: {error}")
         return ""

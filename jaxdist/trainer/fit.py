@@ -38,11 +38,19 @@ _OWN = {"name": "given", "schedule": "constant", "warmup_steps": 0, "weight_deca
 
 
 def fit(
-    model: Model, optimizer: optax.GradientTransformation | OptimizerConfig, batches: Batches, *, steps: int,
-    mesh: Mapping[str, int] | MeshConfig | None = None, folder: Path | str | None = None,
-    batch_size: int | None = None, validation: Mapping[str, Any] | None = None, seed: int = 0,
-    settings: Mapping[str, Any] | None = None, devices: Sequence[jax.Device] | None = None,
-) -> Fitted:  # fmt: skip
+    model: Model,
+    optimizer: optax.GradientTransformation | OptimizerConfig,
+    batches: Batches,
+    *,
+    steps: int,
+    mesh: Mapping[str, int] | MeshConfig | None = None,
+    folder: Path | str | None = None,
+    batch_size: int | None = None,
+    validation: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Fitted:
     """Returns the model after `steps` updates; goes on where `folder` stopped, if it has a run.
 
     Args:
@@ -70,9 +78,14 @@ def fit(
     dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
     own = {
-        "seed": seed, "train.steps": steps, "batch.global_size": size, "data.source": "given",
-        "data.path": dataset.samples, "model.target": _TARGET, "model.name": _name(model, build),
-    }  # fmt: skip
+        "seed": seed,
+        "train.steps": steps,
+        "batch.global_size": size,
+        "data.source": "given",
+        "data.path": dataset.samples,
+        "model.target": _TARGET,
+        "model.name": _name(model, build),
+    }
     own |= {f"optimizer.{k}": v for k, v in _optimizer_values(optimizer).items()}
     axes = configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {}
     own |= {f"mesh.{k}": v for k, v in configs.flatten(axes).items()}
@@ -123,9 +136,13 @@ class Fitted:
         return state.trainable, state.model_state, state.frozen
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: SamplingConfig | None = None,
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig | None = None,
         seed: int = 0,
-    ) -> list[Generation]:  # fmt: skip
+    ) -> list[Generation]:
         """Returns the tokens that follow each prompt, for a model with `init_cache` and `decode`.
 
         Raises:
@@ -137,9 +154,14 @@ class Fitted:
         write = build_generator(spec, self.outcome.mesh, self.outcome.rules, compute=config.precision.compute)
         trainable, model_state, frozen = self._weights
         return write(
-            trainable, model_state, [np.asarray(prompt) for prompt in prompts], max_tokens=max_tokens,
-            sampling=sampling or SamplingConfig(), seed=seed, frozen=frozen,
-        )  # fmt: skip
+            trainable,
+            model_state,
+            [np.asarray(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingConfig(),
+            seed=seed,
+            frozen=frozen,
+        )
 
     def __repr__(self) -> str:
         losses = [row["loss"] for row in self.metrics.train]

@@ -63,9 +63,13 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
     loads = balance(
-        [layer] * cut.num_layers, stages=cut.stages, chunks=config.chunks, head_cost=head,
-        edges="sharded" if split else "replicated", cut=layers,
-    )  # fmt: skip
+        [layer] * cut.num_layers,
+        stages=cut.stages,
+        chunks=config.chunks,
+        head_cost=head,
+        edges="sharded" if split else "replicated",
+        cut=layers,
+    )
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
@@ -108,9 +112,12 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         yield f"  warning: {warning}"
     yield from _edge_lines(found, rules)
     for option in microbatch_options(
-        plan.stages, plan.microbatches, plan.chunks,
-        choices=[n for n in range(1, each + 1) if each % n == 0], layers=sum(found.balance.cut),
-    ):  # fmt: skip
+        plan.stages,
+        plan.microbatches,
+        plan.chunks,
+        choices=[n for n in range(1, each + 1) if each % n == 0],
+        layers=sum(found.balance.cut),
+    ):
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 
 

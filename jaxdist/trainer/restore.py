@@ -64,9 +64,14 @@ class TrainResult(NamedTuple):
 
 
 def init_or_restore(
-    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointManager, folder: Path,
-    watch: Watchdog, given: UserInputs | None = None,
-) -> tuple[State, Progress, SkippingDataset]:  # fmt: skip
+    config: RunConfig,
+    built: TrainStep,
+    dataset: Dataset,
+    store: CheckpointManager,
+    folder: Path,
+    watch: Watchdog,
+    given: UserInputs | None = None,
+) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
     The step compiles in one thread and the checkpoint library is imported in another, while the

@@ -60,9 +60,15 @@ def run(config: RunConfig, folder: Path, **options: Any) -> State:
 
 
 def train(
-    config: RunConfig, folder: Path, *, title: str = "", devices: Sequence[jax.Device] | None = None,
-    full_devices: int | None = None, given: UserInputs | None = None, watch: Watchdog | None = None,
-) -> TrainResult:  # fmt: skip
+    config: RunConfig,
+    folder: Path,
+    *,
+    title: str = "",
+    devices: Sequence[jax.Device] | None = None,
+    full_devices: int | None = None,
+    given: UserInputs | None = None,
+    watch: Watchdog | None = None,
+) -> TrainResult:
     """Trains to the end, from the newest checkpoint if the workdir has one; returns how it ended.
 
     On other devices than the `full_devices` of an elastic run's config, its layout is refitted.
@@ -89,10 +95,18 @@ def train(
                 workdir.check_resume_config(folder, asked)
             store = workdir.open_checkpoints(folder, config)
         consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
-        dataset = given.dataset if given else open_dataset(
-            config.data, sequence_length=config.batch.sequence_length,
-            vocab_size=config.vocab_size, seed=config.seed, folder=folder, log=watch.lively(say),
-        )  # fmt: skip
+        dataset = (
+            given.dataset
+            if given
+            else open_dataset(
+                config.data,
+                sequence_length=config.batch.sequence_length,
+                vocab_size=config.vocab_size,
+                seed=config.seed,
+                folder=folder,
+                log=watch.lively(say),
+            )
+        )
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
@@ -119,7 +133,7 @@ def train(
             ):
                 session = Session(
                     config, folder, built, data, store, writer, display, speed, progress, generate, watch
-                )  # fmt: skip
+                )
                 state, stopped = session.train(state), session.stopped
         return TrainResult(config, spec, mesh, rules, built, state, stopped)
 
@@ -135,9 +149,12 @@ def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) ->
 def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> Display:
     minutes = config.train.max_minutes
     return Display(
-        total_steps=config.train.steps, first_step=progress.step, title=title, enabled=lead,
+        total_steps=config.train.steps,
+        first_step=progress.step,
+        title=title,
+        enabled=lead,
         max_seconds=60 * minutes - progress.elapsed_s if minutes else None,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -174,9 +191,12 @@ class Session:
         self.speed, self.progress, self.generate, self.watch = speed, progress, generate, watch
         self.pace = straggler.Pace(writer.event)
         self.monitor = Monitor(
-            config.health, nonfinite_limit=config.optimizer.nonfinite_limit, samples=self._samples,
-            event=writer.event, note=display.note,
-        )  # fmt: skip
+            config.health,
+            nonfinite_limit=config.optimizer.nonfinite_limit,
+            samples=self._samples,
+            event=writer.event,
+            note=display.note,
+        )
         self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
         self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
         self.window = MetricsWindow(time.monotonic(), progress.step, progress.tokens_seen)
@@ -214,9 +234,13 @@ class Session:
         self.writer.event("stop", self.progress.step, reason="finished")
         self._at("end", self.progress.step)
         final_outputs.write_final_outputs(
-            self.config, self.folder, self.built.views.flat(state), tokenizer=self.dataset.tokenizer,
-            generate=self.generate, display=self.display,
-        )  # fmt: skip
+            self.config,
+            self.folder,
+            self.built.views.flat(state),
+            tokenizer=self.dataset.tokenizer,
+            generate=self.generate,
+            display=self.display,
+        )
         return state
 
     def _steps(self, state: State, stop: StopSignals) -> State:
@@ -364,9 +388,7 @@ class Session:
         row |= self.speed.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
         row["data_wait_s"] = (loader.data_wait_s - window.data_wait_s) / steps
         waited_s = self.monitor.waited_s
-        row |= self.pace.row(
-            number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
-        )  # fmt: skip
+        row |= self.pace.row(number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s)
         self.progress.elapsed_s += seconds
         self.window = MetricsWindow(now, number, seen, loader.data_wait_s, waited_s)
         self.writer.write(number, row)
@@ -398,8 +420,10 @@ class Session:
                 "data": self.dataset.fingerprint,
             }
             metadata = {
-                "progress": progress, "fingerprints": fingerprints, restore.SKIPPED: self.dataset.windows
-            }  # fmt: skip
+                "progress": progress,
+                "fingerprints": fingerprints,
+                restore.SKIPPED: self.dataset.windows,
+            }
             self.store.save(number, self.built.views.flat(state), metadata, wait=ended)
         self._report_saves()
         self.window.aside_s += time.monotonic() - began
@@ -419,9 +443,13 @@ class Session:
         """Writes what became of saves; returns whether the last of them, if any, is good."""
         for saved in self.store.poll():
             self.writer.event(
-                "save", saved.step, ok=saved.ok, error=saved.error and str(saved.error),
-                seconds=saved.seconds, bytes=saved.bytes,
-            )  # fmt: skip
+                "save",
+                saved.step,
+                ok=saved.ok,
+                error=saved.error and str(saved.error),
+                seconds=saved.seconds,
+                bytes=saved.bytes,
+            )
             if not saved.ok:
                 self.display.note(f"checkpoint {saved.step} failed, training goes on: {saved.error}")
             self.last_save_good = saved.ok

@@ -205,11 +205,7 @@ def _tupled(value: Any) -> Any:
 
 
 def describe_run(
-    run: RunConfig,
-    spec: ModelSpec,
-    rules: Rules,
-    devices: Sequence[jax.Device],
-    dataset: Dataset,
+    run: RunConfig, spec: ModelSpec, rules: Rules, devices: Sequence[jax.Device], dataset: Dataset
 ) -> dict[str, Any]:
     """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
     return {

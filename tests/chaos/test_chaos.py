@@ -97,9 +97,10 @@ def test_a_run_ends_as_if_nothing_had_happened(tmp_path, disk, run):
     samples = [SIZE * batch for batch in range(first, first + many)]
     changes = {"health__nonfinite": policy, "health__spike_sigmas": 0}
     variables = {
-        "FAULTY_SAMPLES": json.dumps(samples), "FAULTY_CACHE": str(tmp_path / "cache"),
+        "FAULTY_SAMPLES": json.dumps(samples),
+        "FAULTY_CACHE": str(tmp_path / "cache"),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
-    }  # fmt: skip
+    }
     changes["data__cache_dir"] = str(tmp_path / "cache")
     print(f"\nseed {SEED}, run {run}: {processes} processes, {policy} after NaN in batches {first} + {many}")
 

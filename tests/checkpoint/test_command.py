@@ -106,10 +106,7 @@ def test_diff_names_the_arrays_that_differ(workdir, called, tmp_path):
         store.save(1, jax.device_put(other, jax.devices()[0]), {"data": 1})
     code, found = called("diff", steps / "1", tmp_path / "other")
     assert code == 1 and found["metadata"] == []
-    assert found["different"] == {
-        "trainable/norm": "float32[8] and bfloat16[8]",
-        "trainable/embed": "values",
-    }
+    assert found["different"] == {"trainable/norm": "float32[8] and bfloat16[8]", "trainable/embed": "values"}
     assert (found["only_first"], found["only_second"]) == (["frozen/table"], ["model_state/new"])
 
 

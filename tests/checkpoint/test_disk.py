@@ -161,13 +161,18 @@ def test_a_run_goes_on_when_its_disk_is_full_and_then_read_only(small_disk, tmp_
     workdir = tmp_path / "run"
     full = filler(small_disk, leave=MIB // 8)
     settings = {
-        "checkpoint__folder": small_disk / "run", "train__steps": 4000, "checkpoint__every_steps": 50,
+        "checkpoint__folder": small_disk / "run",
+        "train__steps": 4000,
+        "checkpoint__every_steps": 50,
         "train__log_every": 10,
-    }  # fmt: skip
+    }
     process = subprocess.Popen(
-        command(workdir, **settings), env=environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command(workdir, **settings),
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-    )  # fmt: skip
+    )
     try:
         until(process, lambda: saves(workdir).count(False) >= 2)
         full.unlink()
@@ -193,9 +198,14 @@ def test_processes_go_on_when_the_disk_fills_up_under_one_of_them(small_disk, tm
     """The check for free space passes, the write fails: the other process must not wait for it."""
     workdir = tmp_path / "run"
     settings = {
-        "checkpoint__folder": small_disk / "run", "train__steps": 4000, "checkpoint__every_steps": 50,
-        "train__log_every": 10, "mesh__fsdp": 1, "watchdog__save_s": 15, "watchdog__step_s": 15,
-    }  # fmt: skip
+        "checkpoint__folder": small_disk / "run",
+        "train__steps": 4000,
+        "checkpoint__every_steps": 50,
+        "train__log_every": 10,
+        "mesh__fsdp": 1,
+        "watchdog__save_s": 15,
+        "watchdog__step_s": 15,
+    }
     with launched(workdir, "--processes", "2", devices=1, **settings) as agent:
         until(agent, lambda: True in saves(workdir))
         needed = next(e["bytes"] for e in read_events(workdir) if e["event"] == "save")

@@ -117,8 +117,12 @@ SCRIPT = """
 def test_saving_rotation_damage_and_quarantine_in_an_object_store(store_environment):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
-        cwd=ROOT, env=os.environ | store_environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | store_environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and done.stdout.endswith("all of it\n"), done.stderr[-4000:]
 
 
@@ -127,8 +131,10 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment
         monkeypatch.setenv(name, value)
     workdir = tmp_path / "run"
     settings = {
-        "checkpoint__folder": "gs://bucket/runs/two", "train__steps": 14, "optimizer__schedule": "constant",
-    }  # fmt: skip
+        "checkpoint__folder": "gs://bucket/runs/two",
+        "train__steps": 14,
+        "optimizer__schedule": "constant",
+    }
     train(workdir, **settings)
     assert not (workdir / "checkpoints").exists()
     saves = [e for e in read_events(workdir) if e["event"] == "save"]
@@ -136,8 +142,11 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment
     assert "resumed after step 14" in train(workdir, **settings | {"train__steps": 16}).stdout
     listed = subprocess.run(
         [sys.executable, "-m", "jaxdist.checkpoint", "list", str(workdir), "--json"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
     assert [row["step"] for row in json.loads(listed.stdout)["steps"]] == [7, 14, 16]
 
 

@@ -195,7 +195,7 @@ def test_faults_of_a_config_are_all_named():
     assert config_lib.faults(CheckpointConfig()) == []
     bad = CheckpointConfig(
         every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, patience_s=-1, timeout_s=0
-    )  # fmt: skip
+    )
     found = [line.split("=")[0] for line in config_lib.faults(bad)]
     wrong = "every_steps every_minutes keep_last keep_every patience_s timeout_s"
     assert found == [f"checkpoint.{name}" for name in wrong.split()]

@@ -170,11 +170,7 @@ def test_parse_value(path, text, value):
         ("pair", "b", "pair: got 'b', required tuple (str, float)."),
         ("resume", "2", "resume: got '2', required true or false."),
         ("limit", "x", "limit: got 'x', required float or none."),
-        (
-            "policy",
-            "dot",
-            "policy: got 'dot', required one of dots, none, full. Did you mean dots?",
-        ),
+        ("policy", "dot", "policy: got 'dot', required one of dots, none, full. Did you mean dots?"),
     ],
 )
 def test_parse_value_says_what_is_required(path, text, fault):

@@ -220,8 +220,9 @@ def test_a_text_begins_as_its_tokenizer_says(alone):
     begins = bpe.BpeTokenizer(made.to_str())
     assert (plain.begin_of_document, begins.begin_of_document, begins.end_of_document) == (None, 0, 1)
     expected = {
-        plain: ([2, 3], [1], ([2], [3]), ([1], [2])), begins: ([0, 2, 3], [0], ([0, 2], [3]), ([0], [2])),
-    }  # fmt: skip
+        plain: ([2, 3], [1], ([2], [3]), ([1], [2])),
+        begins: ([0, 2, 3], [0], ([0, 2], [3]), ([0], [2])),
+    }
     for tokenizer, ids in expected.items():
         run = dataclasses.replace(alone)
         vars(run)["tokenizer"] = tokenizer
@@ -234,10 +235,7 @@ def test_generate_prints_the_text(trained, here, command):
     code, out, err = command(generate.main, *flags, "--mesh", "fsdp=8")
     assert "fsdp 8" in err
     greedy = SamplingConfig(temperature=0.0)
-    assert (code, out) == (
-        0,
-        here.generate(["a cat"], max_tokens=8, sampling=greedy)[0][0].text + "\n",
-    )
+    assert (code, out) == (0, here.generate(["a cat"], max_tokens=8, sampling=greedy)[0][0].text + "\n")
     assert f"step {STEPS}" in err
 
 

@@ -263,11 +263,19 @@ def test_published_configs_are_read(name):
 
 def test_gpt2_as_it_was_first_published():
     fields = {
-        "model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
-        "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "resid_pdrop": 0.1,
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "resid_pdrop": 0.1,
         "summary_type": "cls_index",
-        "task_specific_params": {"text-generation": {}}, "layer_norm_epsilon": 1e-05,
-    }  # fmt: skip
+        "task_specific_params": {"text-generation": {}},
+        "layer_norm_epsilon": 1e-05,
+    }
     values = interop.derive(fields)[1]
     assert (values["d_ff"], values["head_dim"], values["max_positions"]) == (3072, 64, 1024)
     assert values["tie_embeddings"] and values["positions"] == "learned" and values["bias"] == "all"

@@ -23,17 +23,28 @@ def write_folder(folder: Path) -> int:
     family, fields = interop.fields_of(values)
     d, f, v, kv, n = 256, 768, 1024, 4, 32
     blocks = {
-        "attention_norm/scale": (d,), "mlp_norm/scale": (d,), "attention/query": (d, 8, n),
-        "attention/key": (d, kv, n), "attention/value": (d, kv, n), "attention/out": (8, n, d),
-        "mlp/gate": (d, f), "mlp/up": (d, f), "mlp/down": (f, d),
-    }  # fmt: skip
+        "attention_norm/scale": (d,),
+        "mlp_norm/scale": (d,),
+        "attention/query": (d, 8, n),
+        "attention/key": (d, kv, n),
+        "attention/value": (d, kv, n),
+        "attention/out": (8, n, d),
+        "mlp/gate": (d, f),
+        "mlp/up": (d, f),
+        "mlp/down": (f, d),
+    }
     shapes = {"embedding": (v, d), "final_norm/scale": (d,), "output": (d, v)}
     shapes |= {f"blocks/{path}": (3, *dims) for path, dims in blocks.items()}
     draw = np.random.default_rng(0)
     return interop.export(
-        folder, family, fields, shapes, lambda path: draw.standard_normal(shapes[path], np.float32),
-        dtype="float32", max_shard_bytes=3_000_000,
-    )  # fmt: skip
+        folder,
+        family,
+        fields,
+        shapes,
+        lambda path: draw.standard_normal(shapes[path], np.float32),
+        dtype="float32",
+        max_shard_bytes=3_000_000,
+    )
 
 
 def read_together(folder: Path, processes: int, devices_each: int, mesh: str) -> list[dict]:
@@ -44,10 +55,12 @@ def read_together(folder: Path, processes: int, devices_each: int, mesh: str) ->
     started = []
     for rank in range(processes):
         own = {
-            "JAXDIST_COORDINATOR": f"127.0.0.1:{port}", "JAXDIST_NUM_PROCESSES": str(processes),
-            "JAXDIST_PROCESS_ID": str(rank), "JAX_PLATFORMS": "cpu",
+            "JAXDIST_COORDINATOR": f"127.0.0.1:{port}",
+            "JAXDIST_NUM_PROCESSES": str(processes),
+            "JAXDIST_PROCESS_ID": str(rank),
+            "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
-        }  # fmt: skip
+        }
         command = [sys.executable, str(PROGRAM), str(folder), mesh]
         started.append(subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True))
     said = [process.communicate()[0] for process in started]

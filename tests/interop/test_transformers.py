@@ -29,9 +29,14 @@ def reloaded(folder, target, parameters, dtype="float32"):
     family, fields = interop.fields_of(interop.derive(config)[1], {"model_type": config["model_type"]})
     shapes = {path: x.shape for path, x in parameters.items()}
     interop.export(
-        target, family, fields, shapes, lambda path: np.asarray(parameters[path]), dtype=dtype,
+        target,
+        family,
+        fields,
+        shapes,
+        lambda path: np.asarray(parameters[path]),
+        dtype=dtype,
         max_shard_bytes=20_000,
-    )  # fmt: skip
+    )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         target, output_loading_info=True, dtype=torch.float32
     )
@@ -129,13 +134,24 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     config = run_config.default_config()
     config.update_from_flattened_dict(
         {
-            "init.from_huggingface": str(source), "train.steps": steps, "train.log_every": 1,
-            "batch.global_size": size, "batch.sequence_length": 16, "mesh.fsdp": 2, "mesh.tensor": 2,
-            "data.source": "bin", "data.path": str(tmp_path / "tokens.bin"), "optimizer.schedule": "constant",
-            "optimizer.learning_rate": rate, "optimizer.warmup_steps": 0, "optimizer.weight_decay": decay,
-            "optimizer.clip_norm": 0.0, "optimizer.b2": 0.95, "checkpoint.save_at_end": False,
+            "init.from_huggingface": str(source),
+            "train.steps": steps,
+            "train.log_every": 1,
+            "batch.global_size": size,
+            "batch.sequence_length": 16,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "data.source": "bin",
+            "data.path": str(tmp_path / "tokens.bin"),
+            "optimizer.schedule": "constant",
+            "optimizer.learning_rate": rate,
+            "optimizer.warmup_steps": 0,
+            "optimizer.weight_decay": decay,
+            "optimizer.clip_norm": 0.0,
+            "optimizer.b2": 0.95,
+            "checkpoint.save_at_end": False,
         }
-    )  # fmt: skip
+    )
     pretrained.apply_hf_config(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):

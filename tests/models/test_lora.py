@@ -379,8 +379,12 @@ COUNTS = "trainable 2,784 of 12,816 parameters (22 %), adapters 11,136 bytes, ba
 def test_the_page_can_be_followed(text):
     """Its commands resolve (the next test runs what they stand for), and its library part runs."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    commands = [shlex.split(line, comments=True) for kind, block in blocks if kind == "bash"
-                for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
+    commands = [
+        shlex.split(line, comments=True)
+        for kind, block in blocks
+        if kind == "bash"
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     assert [command[2] for command in commands] == ["jaxdist.train", "jaxdist.convert", "jaxdist.convert"]
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
     run = cli.parse(train._parser(), [*arguments, f"--config.data.path={text}"])[1]

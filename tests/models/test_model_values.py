@@ -189,8 +189,10 @@ def test_a_local_layer_sees_its_window_and_a_pattern_its_remainder():
     kinds = []
     scan_layers(
         lambda carry, layer, x, kind: (kinds.append(kind) or carry, None),
-        0, jnp.zeros((5, 1)), ("local", "local", "global"),
-    )  # fmt: skip
+        0,
+        jnp.zeros((5, 1)),
+        ("local", "local", "global"),
+    )
     assert kinds == ["local", "local", "global", "local", "local"]
 
 

@@ -36,9 +36,14 @@ from support.plain_flax_models import Counting, Layer, Plain, Staged
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PLAIN, COUNTING, STAGED = (f"{plain_flax_models.__name__}:{name}" for name in ("Plain", "Counting", "Staged"))
 SGD = OptimizerConfig(
-    name="sgd", learning_rate=0.1, warmup_steps=0, schedule="constant", momentum=0.0, weight_decay=0.2,
+    name="sgd",
+    learning_rate=0.1,
+    warmup_steps=0,
+    schedule="constant",
+    momentum=0.0,
+    weight_decay=0.2,
     clip_norm=0.0,
-)  # fmt: skip
+)
 ADAM = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="constant")
 BATCH = batch_of()
 PARTS = StepConfig(accumulation=4)
@@ -229,8 +234,10 @@ def test_groups_scale_the_rate_and_the_decay():
     start = jax.device_get(built.init()).trainable
     ((state, _, g),) = steps(built)
     for path, rate, decay in (
-        (("head", "kernel"), 0.5, 0.0), (("head", "bias"), 2.0, 0.3), (("table", "embedding"), 3.0, 0.2),
-    ):  # fmt: skip
+        (("head", "kernel"), 0.5, 0.0),
+        (("head", "bias"), 2.0, 0.3),
+        (("table", "embedding"), 3.0, 0.2),
+    ):
         before, after, gradient = (tree[path[0]][path[1]] for tree in (start, state.trainable, g))
         wanted = before - 0.1 * rate * (gradient + decay * before)
         assert abs(after - before).max() > 1e-4

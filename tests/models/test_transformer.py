@@ -189,11 +189,7 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
     assert set(np.unique(first)) == {np.float32(0), np.float32(1 / 0.75)}
     assert first.mean() == pytest.approx(1, abs=0.03)
     np.testing.assert_array_equal(masked([3, 2, 1, 0])[::-1], first)
-    for other in (
-        masked([4, 5, 6, 7]),
-        masked([0, 1, 2, 3], layer=1),
-        masked([0, 1, 2, 3], site=2),
-    ):
+    for other in (masked([4, 5, 6, 7]), masked([0, 1, 2, 3], layer=1), masked([0, 1, 2, 3], site=2)):
         assert 0.2 < (other != first).mean() < 0.6
     assert dropout(x, 0.25, BlockInfo(None, 0, {}), 1) is x
 

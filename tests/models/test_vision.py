@@ -40,8 +40,10 @@ def saved(path, **arrays) -> DataConfig:
 def test_digits_are_real_scans_in_unit_range():
     batch = opened(DIGITS).train_batch(0, 64)
     assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
-        "image": ((64, 8, 8, 1), np.float32), "label": ((64,), np.int32), "sample": ((64,), np.int32),
-    }  # fmt: skip
+        "image": ((64, 8, 8, 1), np.float32),
+        "label": ((64,), np.int32),
+        "sample": ((64,), np.int32),
+    }
     assert batch["image"].min() == 0 and 0.9 < batch["image"].max() <= 1
     assert set(batch["label"]) == set(range(10))
 
@@ -122,8 +124,12 @@ def test_arrays_of_ones_own(tmp_path):
     batch = dataset.read("train", np.arange(dataset.num_train_samples))
     kinds = batch["kind"]
     assert {n: str(x.dtype) for n, x in batch.items()} == {
-        "image": "float32", "target": "float32", "kind": "int32", "flag": "int32", "sample": "int32",
-    }  # fmt: skip
+        "image": "float32",
+        "target": "float32",
+        "kind": "int32",
+        "flag": "int32",
+        "sample": "int32",
+    }
     np.testing.assert_array_equal(batch["image"], arrays["image"][kinds].astype(np.float32) / 255)
     np.testing.assert_array_equal(batch["target"], arrays["target"][kinds].astype(np.float32))
     held = dataset.read("validation", np.arange(dataset.num_validation_tokens))["kind"]
@@ -213,9 +219,16 @@ def by_hand(config: VisionConfig, p: dict, image: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("pooling", ["mean", "token"])
 def test_the_logits_are_those_computed_by_hand(pooling):
     config = VisionConfig(
-        image_size=6, channels=2, patch_size=3, num_classes=5, num_layers=2, d_model=8, d_ff=12, num_heads=2,
+        image_size=6,
+        channels=2,
+        patch_size=3,
+        num_classes=5,
+        num_layers=2,
+        d_model=8,
+        d_ff=12,
+        num_heads=2,
         pooling=pooling,
-    )  # fmt: skip
+    )
     model, parameters = numbers(config)
     image = np.random.default_rng(1).uniform(size=(3, 6, 6, 2)).astype(np.float32)
     batch = {"image": jnp.asarray(image), "label": jnp.zeros(3, jnp.int32), "sample": jnp.arange(3)}
@@ -248,8 +261,11 @@ def test_sizes_that_cannot_be():
     assert VisionConfig(num_layers=0).faults() == ["model.num_layers=0: must be >= 1"]
     faults = VisionConfig(patch_size=3, num_heads=5, dropout=1.0, label_smoothing=-0.1).faults()
     assert [fault.split("=")[0] for fault in faults] == [
-        "model.patch_size", "model.num_heads", "model.dropout", "model.label_smoothing",
-    ]  # fmt: skip
+        "model.patch_size",
+        "model.num_heads",
+        "model.dropout",
+        "model.label_smoothing",
+    ]
     assert "does not divide model.image_size=8" in faults[0]
 
 
@@ -280,9 +296,16 @@ def train_digits(folder, **overrides) -> None:
 
 def test_a_small_one_learns(tmp_path):
     small = dict(
-        train__steps=60, train__eval_every=60, train__log_every=20, model__num_layers=1, model__d_model=32,
-        model__d_ff=32, model__num_heads=4, optimizer__warmup_steps=5, optimizer__learning_rate=5e-3,
-    )  # fmt: skip
+        train__steps=60,
+        train__eval_every=60,
+        train__log_every=20,
+        model__num_layers=1,
+        model__d_model=32,
+        model__d_ff=32,
+        model__num_heads=4,
+        optimizer__warmup_steps=5,
+        optimizer__learning_rate=5e-3,
+    )
     train_digits(tmp_path, **small)
     share, count = accuracy(tmp_path)
     assert count == 366

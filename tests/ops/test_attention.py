@@ -99,10 +99,7 @@ def test_reference_equals_definition(shape, options):
     q, k, v, w = _arrays(*shape)
     out = jax.jit(functools.partial(attention, **options))(q, k, v)
     np.testing.assert_allclose(out, _naive(q, k, v, **options), atol=1e-5, rtol=1e-5)
-    got, wanted = (
-        _gradients(attention, q, k, v, w, **options),
-        _gradients(_plain, q, k, v, w, **options),
-    )
+    got, wanted = (_gradients(attention, q, k, v, w, **options), _gradients(_plain, q, k, v, w, **options))
     for a, b in zip(got, wanted, strict=True):
         assert np.abs(b).max() > 0.01
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -186,10 +183,7 @@ def test_layouts_equal_one_device(sizes, H, K, packed):
     out = jax.jit(functools.partial(sharded, **options))(q, k, v)
     assert out.addressable_shards[0].data.size * 8 == out.size  # every device has its own part
     np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
-    got, wanted = (
-        _gradients(sharded, q, k, v, w, **options),
-        _gradients(attention, q, k, v, w, **options),
-    )
+    got, wanted = (_gradients(sharded, q, k, v, w, **options), _gradients(attention, q, k, v, w, **options))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
@@ -223,8 +217,15 @@ def test_faults_name_value_and_cure(shape, options, text):
 
 def test_splash_blocks_divide():
     assert [block_size(s) for s in (128, 256, 384, 512, 640, 1024, 2176, 4096)] == [
-        128, 256, 384, 512, 128, 512, 128, 512,
-    ]  # fmt: skip
+        128,
+        256,
+        384,
+        512,
+        128,
+        512,
+        128,
+        512,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,15 @@ def nothing_to_promote():
 def arrays() -> dict[str, np.ndarray]:
     random = np.random.default_rng(1)
     dims = {
-        "x": (B, S, D), "gate": (D, F), "up": (D, F), "down": (F, D), "query": (D, 8, 4), "out": (8, 4, D),
-        "table": (V, D), "head": (D, V),
-    }  # fmt: skip
+        "x": (B, S, D),
+        "gate": (D, F),
+        "up": (D, F),
+        "down": (F, D),
+        "query": (D, 8, 4),
+        "out": (8, 4, D),
+        "table": (V, D),
+        "head": (D, V),
+    }
     found = {name: random.normal(size=size).astype(np.float32) for name, size in dims.items()}
     found["indices"] = random.integers(0, V, (B, S), dtype=np.int32)
     found["weights"] = (random.random((B, S)) < 0.7).astype(np.float32)

@@ -145,11 +145,7 @@ def test_schedule_has_its_closed_form(change, points):
 def test_quickstart_recipe():
     """Muon 0.01, Adam at 0.3 of it, 100 warm-up steps, linear to zero over the last 60 %."""
     config = OptimizerConfig(
-        name="muon",
-        learning_rate=0.01,
-        other_learning_rate_ratio=0.3,
-        schedule="wsd",
-        decay_fraction=0.6,
+        name="muon", learning_rate=0.01, other_learning_rate_ratio=0.3, schedule="wsd", decay_fraction=0.6
     )
     schedule = schedules.build_schedule(config, 1000, 32)
     points = {0: 1e-4, 99: 0.01, 250: 0.01, 400: 0.01, 700: 0.005, 1000: 0.0}
@@ -217,10 +213,7 @@ def test_more_names_than_dims_are_refused():
 def test_weight_decay_touches_what_it_should(name, decay_embeddings):
     """With zero gradients, only decay moves a parameter: by rate * ratio * decay * itself."""
     config = OptimizerConfig(
-        name=name,
-        weight_decay=0.5,
-        decay_embeddings=decay_embeddings,
-        other_learning_rate_ratio=0.3,
+        name=name, weight_decay=0.5, decay_embeddings=decay_embeddings, other_learning_rate_ratio=0.3
     )
     params = random_like(ABSTRACT, 0)
     transform = build(config, rate=0.1)

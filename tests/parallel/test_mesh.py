@@ -127,12 +127,17 @@ REAL_SLICES = """
 def test_real_slices_lie_along_the_dcn_axis():
     pytest.importorskip("libtpu", reason="TPU topologies need libtpu; pip install jaxdist[tpu]")
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(REAL_SLICES)],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["platform"], found["slices"]) == ("tpu", 2)
@@ -165,8 +170,11 @@ def test_our_own_launcher_comes_first(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
     environ = {
-        "JAXDIST_COORDINATOR": "localhost:1", "JAXDIST_NUM_PROCESSES": "2",
-        "JAXDIST_PROCESS_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
-    }  # fmt: skip
+        "JAXDIST_COORDINATOR": "localhost:1",
+        "JAXDIST_NUM_PROCESSES": "2",
+        "JAXDIST_PROCESS_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+    }
     assert initialize.join_processes(environ) == "process 1 of 2, joined through jaxdist launch"
     assert joined == [("localhost:1", 2, 1)]

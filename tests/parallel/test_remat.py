@@ -26,8 +26,12 @@ CONFIG = TransformerConfig(num_layers=3, d_model=64, d_ff=128, num_heads=4, num_
 def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
     tokens = jax.random.randint(jax.random.key(1), (size, length + 1), 0, CONFIG.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(length), (size, length))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": jnp.ones((size, length)),
-            "positions": positions}  # fmt: skip
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": jnp.ones((size, length)),
+        "positions": positions,
+    }
 
 
 def gradients(policy: str):

@@ -70,12 +70,7 @@ def test_stored_specs(names, dims, spec):
 
 @pytest.mark.parametrize(
     ("zero", "stored", "gradient", "state"),
-    [
-        (0, False, False, False),
-        (1, False, False, True),
-        (2, False, True, True),
-        (3, True, True, True),
-    ],
+    [(0, False, False, False), (1, False, False, True), (2, False, True, True), (3, True, True, True)],
 )
 def test_zero_says_what_fsdp_shards(zero, stored, gradient, state):
     table, names, dims = rules(zero, fsdp=4), ("d_model", "d_ff"), (2, 32, 48)

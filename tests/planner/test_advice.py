@@ -49,8 +49,12 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
 
 def test_an_edit_that_changes_the_losses_says_so(large):
     run, _, _, found = large
-    changing = [e for e in found if e.override and run_config.run_fingerprint(typed(run, e.override))
-                != run_config.run_fingerprint(run)]  # fmt: skip
+    changing = [
+        e
+        for e in found
+        if e.override
+        and run_config.run_fingerprint(typed(run, e.override)) != run_config.run_fingerprint(run)
+    ]
     assert changing and changing == [e for e in found if "CHANGES THE LOSSES" in e.cost_note]
     same = [e for e in found if e not in changing]
     assert same and all("same losses" in edit.cost_note for edit in same)

@@ -36,14 +36,13 @@ def small(on: str = "cpu:8", **changes) -> memory.Components:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"mesh.data": 2, "mesh.fsdp": 4, "mesh.zero": zero, "train.ema_decay": 0.9} for zero in (0, 1, 2, 3)
-    ] + [
+    [{"mesh.data": 2, "mesh.fsdp": 4, "mesh.zero": zero, "train.ema_decay": 0.9} for zero in (0, 1, 2, 3)]
+    + [
         {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "optimizer.name": "adafactor"},
         {"mesh.data": 1, "mesh.fsdp": 4, "mesh.pipeline": 2, "optimizer.name": "muon"},
         {"mesh.fsdp": 8, "precision.params": "bfloat16", "optimizer.momentum_dtype": "bfloat16"},
     ],
-)  # fmt: skip
+)
 def test_the_state_is_that_of_the_built_step(changes):
     run = run_of("llama3_8b:tiny", **SMALL | changes)
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
@@ -82,11 +81,19 @@ X, Q, KV, FF = 2 * TOKENS * 128, 2 * TOKENS * 4 * 32, 2 * TOKENS * 2 * 32, 2 * T
         ("save:mlp_up,value", {"block_input": X, "mlp_up": FF, "value": KV}),
         (
             "dots",
-            {"block_input": X, "query": Q, "key": KV, "value": KV, "mlp_gate": FF, "mlp_up": FF,
-             "attention_projection": X, "attention_residuals": Q + 4 * TOKENS * 4},
+            {
+                "block_input": X,
+                "query": Q,
+                "key": KV,
+                "value": KV,
+                "mlp_gate": FF,
+                "mlp_up": FF,
+                "attention_projection": X,
+                "attention_residuals": Q + 4 * TOKENS * 4,
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_layers_keep_what_the_policy_says(policy, kept):
     found = small(**{"mesh.fsdp": 8, "remat.policy": policy})
     saved = {name.removeprefix("saved: "): size for name, size in found.items() if "saved" in name}
@@ -150,9 +157,9 @@ def test_accumulation_trades_activations_for_a_second_gradient():
 def test_a_pipelines_slots_do_not_grow_with_microbatches():
     def slots(schedule: str, microbatches: int) -> int:
         layout = {"mesh.fsdp": 2, "mesh.pipeline": 4, "batch.global_size": 2 * microbatches}
-        return small(
-            **layout, **{"pipeline.schedule": schedule, "pipeline.microbatches": microbatches}
-        )["pipeline slots"]  # fmt: skip
+        return small(**layout, **{"pipeline.schedule": schedule, "pipeline.microbatches": microbatches})[
+            "pipeline slots"
+        ]
 
     assert slots("1f1b", 8) == slots("1f1b", 32) > 0
     assert slots("gpipe", 32) > 2 * slots("gpipe", 8)

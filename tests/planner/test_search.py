@@ -49,13 +49,15 @@ def one_of(found, **wanted):
     given = {"remat": "full", "accumulation": 1, "zero": 3, "microbatches": 0, "chunks": 1} | wanted
     sizes = {a: wanted.get(a, 1) for a in ("pipeline", "data", "fsdp", "tensor")}
     (one,) = [
-        c for c in found
+        c
+        for c in found
         if all(c.shape.sizes[a] == n for a, n in sizes.items())
         and (c.run.remat.policy, c.run.mesh.zero) == (given["remat"], given["zero"])
-        and c.run.batch.accumulation == given["accumulation"] and not c.run.mesh.sequence_parallel
+        and c.run.batch.accumulation == given["accumulation"]
+        and not c.run.mesh.sequence_parallel
         and given["microbatches"] in (0, c.run.pipeline.microbatches)
         and (sizes["pipeline"] == 1 or c.run.pipeline.chunks == given["chunks"])
-    ]  # fmt: skip
+    ]
     return one.estimate
 
 
@@ -72,8 +74,10 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
         assert math.prod(one.shape.sizes.values()) == 64
     same = ("global_size", "sequence_length")
     assert {tuple(getattr(c.run.batch, n) for n in same) for c in found} == {(64, 8192)}
-    assert all((c.run.model, c.run.optimizer, c.run.precision) == (run.model, run.optimizer, run.precision)
-               for c in found)  # fmt: skip
+    assert all(
+        (c.run.model, c.run.optimizer, c.run.precision) == (run.model, run.optimizer, run.precision)
+        for c in found
+    )
 
 
 def test_overrides_make_the_layout(llama):
@@ -143,10 +147,23 @@ def done(one, step_s, peak, fits=True):
     seconds = dataclasses.replace(
         timing.Time("made up"), step_s=step_s, waterfall={"compute": 1.0, "x": step_s - 1}
     )
-    return search.Compiled(one, plan.Plan(
-        one.run, targets.parse("v5p:4x4x4"), one.shape, 0, {}, 95 * 2**30, {}, 0, fits=fits, time=seconds,
-        exit_reason="", peak_bytes=peak * 2**30,
-    ))  # fmt: skip
+    return search.Compiled(
+        one,
+        plan.Plan(
+            one.run,
+            targets.parse("v5p:4x4x4"),
+            one.shape,
+            0,
+            {},
+            95 * 2**30,
+            {},
+            0,
+            fits=fits,
+            time=seconds,
+            exit_reason="",
+            peak_bytes=peak * 2**30,
+        ),
+    )
 
 
 def test_ties_go_to_the_simpler_and_losers_say_why(llama):
@@ -198,9 +215,11 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
 @needs_libtpu
 def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
     found = search.search(
-        run_of("quickstart", TINY), targets.parse("v5e:2x2"), finalists=2,
+        run_of("quickstart", TINY),
+        targets.parse("v5e:2x2"),
+        finalists=2,
         options=CompileOptions(cache=tmp_path),
-    )  # fmt: skip
+    )
     assert found.winner and found.winner.time.step_s > 0
     assert found.compiled[0].plan is found.winner and len(found.compiled) == 2
     for one in found.compiled:

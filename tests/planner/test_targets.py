@@ -41,8 +41,11 @@ def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap)
     target = targets.parse(text)
     assert target.text == canonical and targets.parse(canonical) == target
     assert (target.num_devices, target.num_slices, target.hosts, target.wrap) == (
-        devices, slices, hosts, wrap,
-    )  # fmt: skip
+        devices,
+        slices,
+        hosts,
+        wrap,
+    )
     per_chip = target.chip.devices_per_chip if target.chip else 1
     assert target.num_chips * per_chip == devices
 
@@ -173,15 +176,25 @@ def in_child(cases):
 
 def test_libtpu_makes_each_tpu_target_and_numbers_it_as_we_do():
     pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
-    in_child([
-        ("v4:4x4x4", {"fsdp": 64}), ("v4:2x2x1", {"tensor": 4}),
-        ("v5e:1x1", {}), ("v5e:2x4", {"fsdp": 8}), ("v5e:8x16", {"fsdp": 128}),
-        ("v5e:16x16", {"data": 16, "fsdp": 16}), ("v5e:8x8", {"fsdp": 32, "tensor": 2}),
-        ("v5p:2x2x1", {"fsdp": 4}), ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}), ("v5p:4x8x8", {"fsdp": 256}),
-        ("v6e:16x16", {"fsdp": 256}), ("v6e:16x16x2", {"data": 2, "fsdp": 256}),
-        ("tpu7x:1x1x1", {"fsdp": 2}), ("tpu7x:4x4x4", {"fsdp": 128}),
-        ("tpu7x:2x2x1x2", {"data": 2, "fsdp": 8}),
-    ])  # fmt: skip
+    in_child(
+        [
+            ("v4:4x4x4", {"fsdp": 64}),
+            ("v4:2x2x1", {"tensor": 4}),
+            ("v5e:1x1", {}),
+            ("v5e:2x4", {"fsdp": 8}),
+            ("v5e:8x16", {"fsdp": 128}),
+            ("v5e:16x16", {"data": 16, "fsdp": 16}),
+            ("v5e:8x8", {"fsdp": 32, "tensor": 2}),
+            ("v5p:2x2x1", {"fsdp": 4}),
+            ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}),
+            ("v5p:4x8x8", {"fsdp": 256}),
+            ("v6e:16x16", {"fsdp": 256}),
+            ("v6e:16x16x2", {"data": 2, "fsdp": 256}),
+            ("tpu7x:1x1x1", {"fsdp": 2}),
+            ("tpu7x:4x4x4", {"fsdp": 128}),
+            ("tpu7x:2x2x1x2", {"data": 2, "fsdp": 8}),
+        ]
+    )
 
 
 @pytest.mark.skipif(

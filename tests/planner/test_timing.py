@@ -70,10 +70,23 @@ def estimate(module, found=(), target=V5E, **options):
 
 def collective(**changes):
     one = communication.Collective(
-        kind="all-gather", axis="fsdp", group_size=2, dtype="bf16", bytes=2 * 10**9, count=1,
-        asynchronous=False, in_loop=False, what="activations", module="", phase="forward", name="gather",
-        computation="main", begins=0, ends=0, link=targets.Link("ICI", 1e9),
-    )  # fmt: skip
+        kind="all-gather",
+        axis="fsdp",
+        group_size=2,
+        dtype="bf16",
+        bytes=2 * 10**9,
+        count=1,
+        asynchronous=False,
+        in_loop=False,
+        what="activations",
+        module="",
+        phase="forward",
+        name="gather",
+        computation="main",
+        begins=0,
+        ends=0,
+        link=targets.Link("ICI", 1e9),
+    )
     return dataclasses.replace(one, **changes)
 
 
@@ -200,8 +213,10 @@ def test_kernels_of_cudnn():
     kernels = timing.attention_kernels(module)
     forward = 2 * 2 * 8 * 8 * 8192 * 8192 * 128 / 2  # 8 sequences, 8 of 32 heads
     assert sorted((k.role, k.flops / forward) for k in kernels) == [
-        ("backward", 2.5), ("forward", 1), ("forward", 1),
-    ]  # fmt: skip
+        ("backward", 2.5),
+        ("forward", 1),
+        ("forward", 1),
+    ]
 
 
 def test_other_kernels_are_named():

@@ -18,13 +18,7 @@ from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.resilience import preflight
-from jaxdist.resilience.health import (
-    Diverged,
-    HealthConfig,
-    Monitor,
-    SkippingDataset,
-    faults,
-)  # fmt: skip
+from jaxdist.resilience.health import Diverged, HealthConfig, Monitor, SkippingDataset, faults
 from jaxdist.resilience.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, trainer
@@ -48,12 +42,22 @@ class Touchy(Transformer):
 def config_of(**changes) -> run_config.RunConfig:
     config = run_config.default_config(f"{__name__}:Touchy")
     small = {
-        "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2,
-        "model.num_kv_heads": 2, "model.head_dim": 8, "train.steps": STEPS, "train.log_every": 1,
-        "batch.global_size": SIZE, "batch.sequence_length": 16, "checkpoint.every_steps": 4,
-        "checkpoint.keep_last": 3, "optimizer.warmup_steps": 1, "optimizer.nonfinite_limit": 3,
+        "model.num_layers": 1,
+        "model.d_model": 16,
+        "model.d_ff": 16,
+        "model.num_heads": 2,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 8,
+        "train.steps": STEPS,
+        "train.log_every": 1,
+        "batch.global_size": SIZE,
+        "batch.sequence_length": 16,
+        "checkpoint.every_steps": 4,
+        "checkpoint.keep_last": 3,
+        "optimizer.warmup_steps": 1,
+        "optimizer.nonfinite_limit": 3,
         "health.nonfinite": "rollback",
-    }  # fmt: skip
+    }
     config.update_from_flattened_dict(small | {k.replace("__", "."): v for k, v in changes.items()})
     return run_config.from_config(config)
 
@@ -157,9 +161,12 @@ def test_windows_are_a_function_of_the_step():
 def monitor(**config):
     events = []
     made = Monitor(
-        HealthConfig(**config), nonfinite_limit=2, samples=lambda step: (10 * step, 10 * step + 9),
-        event=lambda name, step, **fields: events.append((name, step, fields)), note=lambda text: None,
-    )  # fmt: skip
+        HealthConfig(**config),
+        nonfinite_limit=2,
+        samples=lambda step: (10 * step, 10 * step + 9),
+        event=lambda name, step, **fields: events.append((name, step, fields)),
+        note=lambda text: None,
+    )
     return made, events
 
 

@@ -113,9 +113,12 @@ def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
     apart_ = 'mkdir -p $JAXDIST_PROCESS_ID; cd $JAXDIST_PROCESS_ID; exec "$@"'
     own = [sys.executable, "-m", "jaxdist.launch", "--processes", "2", "--devices-per-process", "1", "--"]
     done = subprocess.run(
-        [*own, "bash", "-c", apart_, "-", *command(Path("run"), mesh__fsdp=2)], cwd=tmp_path,
-        env=environment(1), capture_output=True, text=True,
-    )  # fmt: skip
+        [*own, "bash", "-c", apart_, "-", *command(Path("run"), mesh__fsdp=2)],
+        cwd=tmp_path,
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 78, done.stdout[-2000:]
     assert "process 1 differs" in done.stdout and "all need the same folder" in done.stdout
 

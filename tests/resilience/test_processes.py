@@ -207,6 +207,4 @@ def test_what_an_elastic_run_was_written_for(tmp_path):
     assert elastic.full_devices(by_scheduler, tmp_path, here=2) == 16
     assert elastic.resized(tmp_path, elastic_run(), 8) is None
     found = elastic.resized(tmp_path, elastic_run(**{"mesh.fsdp": 2}), 4)
-    assert found == {
-        "devices_before": 8, "devices": 4, "mesh": {"data": -1, "fsdp": 2}, "accumulation": 1
-    }  # fmt: skip
+    assert found == {"devices_before": 8, "devices": 4, "mesh": {"data": -1, "fsdp": 2}, "accumulation": 1}

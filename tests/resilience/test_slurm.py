@@ -119,9 +119,7 @@ def slurm() -> Iterator[Slurm]:
     cluster = Slurm(folder)
     running = []
     try:
-        for words in (
-            ["munged", "--foreground", "--force", *flags], ["slurmctld", "-D"], ["slurmd", "-D"]
-        ):  # fmt: skip
+        for words in (["munged", "--foreground", "--force", *flags], ["slurmctld", "-D"], ["slurmd", "-D"]):
             log = open(folder / f"{words[0]}.out", "w")
             running.append(subprocess.Popen(words, env=cluster.environ, stdout=log, stderr=log))
             time.sleep(1)
@@ -146,8 +144,11 @@ def arguments(workdir: Path, **changes) -> list[str]:
 
 def test_a_stopped_and_requeued_job_ends_finished(slurm, tmp_path):
     workdir, straight = tmp_path / "run", tmp_path / "straight"
-    slurm.environ |= environment(2) | {"PROCESSES": "2", "SLURM_CONF": slurm.environ["SLURM_CONF"],
-                                       "PATH": slurm.environ["PATH"]}  # fmt: skip
+    slurm.environ |= environment(2) | {
+        "PROCESSES": "2",
+        "SLURM_CONF": slurm.environ["SLURM_CONF"],
+        "PATH": slurm.environ["PATH"],
+    }
     script = ["sbatch", "--parsable", "--nodes=1", str(ROOT / "deploy" / "slurm.sh")]
     job = slurm(*script, *arguments(workdir, train__steps=120)).strip()
     slurm.wait(job, lambda: last_step(workdir) >= 5)

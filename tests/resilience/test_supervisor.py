@@ -385,9 +385,7 @@ AXES = ("pipeline", "tensor", "context", "expert", "fsdp", "data")
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
 
 
-@given(
-    st.tuples(*[SIZES] * 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 4), st.integers(1, 48)
-)  # fmt: skip
+@given(st.tuples(*[SIZES] * 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 4), st.integers(1, 48))
 def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(sizes, accumulation, each, flow, devices):
     axes = dict(zip(AXES, sizes, strict=True))
     full = elastic.ElasticLayout(axes, accumulation)
@@ -473,8 +471,9 @@ def test_devices_are_shared_out(tmp_path):
     assert device_environment(cpu, 0, 2, None) == {}
     gpu = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert [device_environment(gpu, s, 2, None) for s in (0, 1)] == [
-        {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}
-    ]  # fmt: skip
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
     assert device_environment(gpu, 1, 2, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
     with pytest.raises(ValueError, match="need 6 GPUs, there are 4"):
         device_environment(gpu, 0, 2, 3)

@@ -19,9 +19,8 @@ from jaxdist.step.train_step import StepConfig, build_train_step
 
 ROWS, LENGTH = 11, 8
 MODEL = TransformerConfig(
-    vocab_size=16, num_layers=1, d_model=8, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=4,
-    init_std=0.5,
-)  # fmt: skip
+    vocab_size=16, num_layers=1, d_model=8, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=4, init_std=0.5
+)
 
 
 def held_out() -> dict[str, np.ndarray]:

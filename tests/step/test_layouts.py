@@ -189,8 +189,11 @@ def uncached(tmp_path_factory) -> tuple[str, Path]:
     )
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(UNCACHED)],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0 and "# done" in done.stderr, done.stderr[-3000:]
     return done.stderr, folder
 

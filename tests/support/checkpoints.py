@@ -67,9 +67,7 @@ def make_state(mesh: Mesh, *, tx: str = "adamw", seed: int = 0, width: int = 8) 
 
 def abstract_on(mesh: Mesh, state: Any) -> Any:
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        state,
-        shardings_on(mesh, state),
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings_on(mesh, state)
     )
 
 

@@ -99,11 +99,21 @@ def text_fixture(tmp_path_factory):
 
 def flags(text, folder=SMOLLM, **changes):
     given = {
-        "init.from_huggingface": folder, "data.source": "text", "data.path": text, "train.steps": 2,
-        "train.eval_every": 0, "train.max_minutes": 0, "train.log_every": 1, "train.ema_decay": 0.5,
-        "train.sample_tokens": 0, "batch.sequence_length": 16, "batch.global_size": 8,
-        "data.cache_dir": Path(text).parent / "cache", "optimizer.warmup_steps": 1, "optimizer.name": "adamw",
-    }  # fmt: skip
+        "init.from_huggingface": folder,
+        "data.source": "text",
+        "data.path": text,
+        "train.steps": 2,
+        "train.eval_every": 0,
+        "train.max_minutes": 0,
+        "train.log_every": 1,
+        "train.ema_decay": 0.5,
+        "train.sample_tokens": 0,
+        "batch.sequence_length": 16,
+        "batch.global_size": 8,
+        "data.cache_dir": Path(text).parent / "cache",
+        "optimizer.warmup_steps": 1,
+        "optimizer.name": "adamw",
+    }
     given |= {key.replace("__", "."): value for key, value in changes.items()}
     return ["--config", "quickstart", *(f"--config.{key}={value}" for key, value in given.items())]
 

@@ -24,17 +24,28 @@ def tiny_config(folder):
     config = default_config()
     config.update_from_flattened_dict(
         {
-            "train.steps": STEPS, "train.eval_every": STEPS, "train.ema_decay": 0.5,
-            "batch.global_size": 8, "batch.sequence_length": 32, "batch.accumulation": 2,
-            "mesh.fsdp": 2, "mesh.tensor": 2,
-            "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 32,
-            "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 8,
-            "optimizer.warmup_steps": 1, "optimizer.learning_rate": 0.02,
-            "data.source": "text", "data.path": str(folder / "train.txt"),
+            "train.steps": STEPS,
+            "train.eval_every": STEPS,
+            "train.ema_decay": 0.5,
+            "batch.global_size": 8,
+            "batch.sequence_length": 32,
+            "batch.accumulation": 2,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "model.num_layers": 1,
+            "model.d_model": 16,
+            "model.d_ff": 32,
+            "model.num_heads": 4,
+            "model.num_kv_heads": 2,
+            "model.head_dim": 8,
+            "optimizer.warmup_steps": 1,
+            "optimizer.learning_rate": 0.02,
+            "data.source": "text",
+            "data.path": str(folder / "train.txt"),
             "data.validation_path": str(folder / "held.txt"),
             "data.cache_dir": str(folder / "cache"),
         }
-    )  # fmt: skip
+    )
     return from_config(config)
 
 

@@ -19,9 +19,8 @@ from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.telemetry import hlo
 
 TINY = TransformerConfig(
-    vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=4, head_dim=8,
-    init_std=0.2,
-)  # fmt: skip
+    vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=4, head_dim=8, init_std=0.2
+)
 # Large enough that saved activations, not the loss or the gradients, make the peak. No two dims and
 # no product of two are equal, so that a shape in a program says what it is.
 DEEP = TransformerConfig(
@@ -54,9 +53,12 @@ MIXED = Layout(8, data=2, fsdp=2, tensor=2)
 def rules_and_mesh(layout: Layout) -> tuple[sharding.Rules, jax.sharding.Mesh]:
     """Returns the rule table and the mesh of a layout."""
     config = meshes.MeshConfig(
-        data=layout.data, fsdp=layout.fsdp, tensor=layout.tensor,
-        zero=layout.zero, sequence_parallel=layout.sequence_parallel,
-    )  # fmt: skip
+        data=layout.data,
+        fsdp=layout.fsdp,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+    )
     mesh = meshes.build_mesh(config, jax.devices()[: layout.devices])
     return sharding.build_rules(config, meshes.resolve_mesh(config, layout.devices)), mesh
 
@@ -88,9 +90,12 @@ def batch_of(model: TransformerConfig = TINY, batch: int = 8, length: int = 16) 
     weights[1, 2:] = 0
     positions = np.broadcast_to(np.arange(length, dtype=np.int32)[None], (batch, length))
     return {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights,
-        "positions": np.ascontiguousarray(positions), "sample": np.arange(batch, dtype=np.int32),
-    }  # fmt: skip
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights,
+        "positions": np.ascontiguousarray(positions),
+        "sample": np.arange(batch, dtype=np.int32),
+    }
 
 
 class Program(NamedTuple):
@@ -161,8 +166,9 @@ def worst(ours: Any, reference: Any) -> float:
     """Returns max over leaves of max|difference| / max|reference|."""
     errors = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max() / (np.abs(b).max() or 1)),
-        ours, reference,
-    )  # fmt: skip
+        ours,
+        reference,
+    )
     return max(jax.tree.leaves(errors))
 
 

@@ -33,11 +33,15 @@ def main(folder: str, mesh: str) -> None:
     distinct = [{str(s.index): s.data.nbytes for s in x.addressable_shards} for x in loaded.values()]
     sums = jax.jit(lambda leaves: sum((leaf**2).sum() for leaf in leaves))(list(loaded.values()))
     about = {
-        "process": jax.process_index(), "processes": jax.process_count(), "devices": jax.device_count(),
-        "read": tensors.bytes_read, "share": sum(sum(shards.values()) for shards in distinct), "peak": peak,
+        "process": jax.process_index(),
+        "processes": jax.process_count(),
+        "devices": jax.device_count(),
+        "read": tensors.bytes_read,
+        "share": sum(sum(shards.values()) for shards in distinct),
+        "peak": peak,
         "largest_tensor": max(x.nbytes // (3 if "blocks" in path else 1) for path, x in loaded.items()),
         "sum": float(sums),
-    }  # fmt: skip
+    }
     print(json.dumps(about), flush=True)
 
 

@@ -57,9 +57,15 @@ class Mixer(nnx.Module):
     """An MLP-Mixer for small square images."""
 
     def __init__(
-        self, image_size: int = 8, patch_size: int = 2, width: int = 32, depth: int = 2,
-        num_classes: int = 10, *, rngs: nnx.Rngs,
-    ):  # fmt: skip
+        self,
+        image_size: int = 8,
+        patch_size: int = 2,
+        width: int = 32,
+        depth: int = 2,
+        num_classes: int = 10,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.stem = nnx.Conv(1, width, (patch_size, patch_size), strides=patch_size, rngs=rngs)
         patches = (image_size // patch_size) ** 2
         self.layers = nnx.List([MixerLayer(patches, width, rngs=rngs) for _ in range(depth)])
@@ -94,9 +100,16 @@ class MaskedEncoder(nnx.Module):
     """Learns to restore masked tokens; which ones are masked is drawn from the key, for each sample."""
 
     def __init__(
-        self, vocab_size: int = 256, width: int = 32, heads: int = 4, depth: int = 2,
-        max_positions: int = 64, masked_share: float = 0.15, *, rngs: nnx.Rngs,
-    ):  # fmt: skip
+        self,
+        vocab_size: int = 256,
+        width: int = 32,
+        heads: int = 4,
+        depth: int = 2,
+        max_positions: int = 64,
+        masked_share: float = 0.15,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.vocab_size, self.masked_share = vocab_size, masked_share
         self.tokens = nnx.Embed(vocab_size + 1, width, rngs=rngs)  # the last is the mask
         self.places = nnx.Embed(max_positions, width, rngs=rngs)

@@ -38,13 +38,7 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
 
     assert json.loads(lines[1], parse_constant=refuse)["loss"] == "NaN"
     first, second = metrics.read_rows(tmp_path).train
-    assert first == {
-        "step": 1,
-        "loss": value,
-        "grad_norm": float(third),
-        "tokens_seen": 7,
-        "mfu": None,
-    }
+    assert first == {"step": 1, "loss": value, "grad_norm": float(third), "tokens_seen": 7, "mfu": None}
     assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf
     assert second["x"] == -math.inf
 
@@ -124,10 +118,7 @@ def test_every_event_of_the_package_is_in_the_contract():
 
 def test_throughput_fields():
     speed = metrics.Throughput(
-        num_devices=4,
-        peak_flops_per_s=1e12,
-        causal_flops_per_token=1e9,
-        full_flops_per_token=2e9,
+        num_devices=4, peak_flops_per_s=1e12, causal_flops_per_token=1e9, full_flops_per_token=2e9
     )
     assert speed.fields(seconds=2.0, steps=4, tokens=1000) == {
         "step_time_s": 0.5,

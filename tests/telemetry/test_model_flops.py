@@ -14,9 +14,17 @@ def run(request) -> run_config.RunConfig:
     config = run_config.default_config()
     config.remat.policy = "none"
     config.model.update(
-        num_layers=2, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
-        gated=request.param, loss_chunk=64, activation="silu" if request.param else "gelu",
-    )  # fmt: skip
+        num_layers=2,
+        d_model=64,
+        d_ff=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=128,
+        gated=request.param,
+        loss_chunk=64,
+        activation="silu" if request.param else "gelu",
+    )
     config.batch.update(sequence_length=256, global_size=4)
     return run_config.from_config(config)
 
@@ -62,9 +70,15 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
 def test_a_local_layer_counts_the_tokens_it_sees():
     config = run_config.default_config()
     config.model.update(
-        num_layers=3, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=128,
+        num_layers=3,
+        d_model=64,
+        d_ff=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=128,
         loss_chunk=64,
-    )  # fmt: skip
+    )
     config.batch.update(sequence_length=256, global_size=4)
     length, window, unit = 256, 64, 12 * 4 * 16  # FLOPs of a seen token, forward and backward
 

@@ -212,14 +212,22 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
 
 def test_a_models_own_cache_writes(whole):
     config = TransformerConfig(
-        vocab_size=32, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=8,
+        vocab_size=32,
+        num_layers=1,
+        d_model=16,
+        d_ff=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
         init_std=0.4,
-    )  # fmt: skip
+    )
     tokens = RANDOM.integers(0, 32, (16, 9)).astype(np.int32)
     text = dict(
-        tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((16, 8)),
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        weights=np.ones((16, 8)),
         positions=np.tile(np.arange(8), (16, 1)),
-    )  # fmt: skip
+    )
     optimizer = jaxdist.OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
     model, two = functools.partial(Transformer, config), dict(mesh=dict(tensor=2), devices=jax.devices()[:2])
     settings = {"train.log_every": 1}
@@ -337,9 +345,14 @@ def launched_script(tmp_path):
         (tmp_path / "script.py").write_text("\n".join([*code, 'print("came to", run.step)']))
         began = time.monotonic()
         done = subprocess.run(
-            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         return done, time.monotonic() - began
 
     return launch

@@ -127,9 +127,14 @@ def test_the_report_shows_the_timeline(tmp_path):
         *validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
     )
     assert about["pipeline"] | {"bubble": 0} == {
-        "schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1,
-        "ticks": 14, "bubble": 0, "live_inputs": 7,
-    }  # fmt: skip
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 1,
+        "ticks": 14,
+        "bubble": 0,
+        "live_inputs": 7,
+    }
     (image,) = re.findall(r"base64,([\w+/=]+)\"", page(tmp_path, about))
     drawing = base64.b64decode(image).decode()
     assert drawing == about["timeline_svg"]

@@ -28,10 +28,17 @@ def faults_of(*arguments: str) -> tuple[str, ...]:
 
 def test_values_after_an_equals_sign_or_a_space():
     run = parse(
-        "--config=quickstart", "--config.seed", "7", "--config.mesh.data", "-1",
-        "--config.model.tie_embeddings=no", "--config.model.gated", "true",
-        "--config.optimizer.decay_steps=none", "--config.data.path=a=b,c",
-    )  # fmt: skip
+        "--config=quickstart",
+        "--config.seed",
+        "7",
+        "--config.mesh.data",
+        "-1",
+        "--config.model.tie_embeddings=no",
+        "--config.model.gated",
+        "true",
+        "--config.optimizer.decay_steps=none",
+        "--config.data.path=a=b,c",
+    )
     assert (run.seed, run.mesh.data, run.optimizer.decay_steps) == (7, -1, None)
     assert run.model["tie_embeddings"] is False and run.model["gated"] is True
     assert run.data.path == "a=b,c"
@@ -153,10 +160,13 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 1000)
     for packing in ("window", "documents"):
         run = parse(
-            "--config", "quickstart", "--config.data.source=text",
+            "--config",
+            "quickstart",
+            "--config.data.source=text",
             f"--config.data.path={tmp_path / 'text.txt'}",
-            f"--config.data.cache_dir={tmp_path / 'cache'}", f"--config.data.packing={packing}",
-        )  # fmt: skip
+            f"--config.data.cache_dir={tmp_path / 'cache'}",
+            f"--config.data.packing={packing}",
+        )
         length = run.batch.sequence_length
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}

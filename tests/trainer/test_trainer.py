@@ -135,9 +135,13 @@ def test_changed_data_is_refused_on_resume(tmp_path):
     for number in range(40):
         (text / f"{number}.txt").write_text(f"document {number} says hello. " * 40)
     data = {
-        "data__source": "text", "data__path": str(text), "data__cache_dir": str(tmp_path / "cache"),
-        "train__steps": 6, "checkpoint__every_steps": 2, "optimizer__schedule": "constant",
-    }  # fmt: skip
+        "data__source": "text",
+        "data__path": str(text),
+        "data__cache_dir": str(tmp_path / "cache"),
+        "train__steps": 6,
+        "checkpoint__every_steps": 2,
+        "optimizer__schedule": "constant",
+    }
     train(tmp_path / "run", **data)
     (text / "3.txt").write_text("something else " * 60)
     longer = data | {"train__steps": 8}

@@ -56,9 +56,7 @@ def test_shrinking_keeps_the_variants():
     changed = {change.path for change in configs.diff(*map(configs.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
     sizes = {f"model.{name}" for name in (*cases.SIZES, "max_positions", "loss_chunk")}
-    assert changed <= sizes | {
-        "batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"
-    }  # fmt: skip
+    assert changed <= sizes | {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"}
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
     assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
     assert any("num_layers 4 -> 2" in line for line in lines)
@@ -87,7 +85,7 @@ def test_the_matrix_of_layouts():
         "pipeline 4 x data 2, 2 chunks",
         "pipeline 2 x fsdp 2 x tensor 2",
         "tensor 8, 4 kv heads",
-    ]  # fmt: skip
+    ]
     own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
     last = cases.layouts_for(own, 8)[-1]
     assert last.name == "the config's own: data 2 x tensor 4, accumulation 2"
@@ -130,9 +128,7 @@ def observed(loss=2.0, gradient=1.0, parameter=1.0, initial=0.5) -> Observed:
         return {"w": np.array([value, 1.0]), "idle": np.zeros(2)}
 
     start = {"w": np.array([0.5, 0.5]), "idle": np.zeros(2)}
-    return Observed(
-        loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])}
-    )  # fmt: skip
+    return Observed(loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])})
 
 
 def test_equal_is_equal():
@@ -198,7 +194,7 @@ def test_stages_are_compared_layer_by_layer():
     run = quickstart(**{"optimizer.name": "sgd"})
     report = runner.verify_layouts(
         run, jax.devices()[:2], precisions=["float32"], only="pipeline", log=lambda line: None
-    )  # fmt: skip
+    )
     (result,) = report.layouts
     assert result.layout == "pipeline 2 x data 1" and result.passed and result.grad_error > 0
 
@@ -247,10 +243,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
         (["--devices", "1"], "--devices 1: must be >= 2"),
         (["--only", "nonsense"], "layouts here: data 8; fsdp 8"),
         (["--devices", "2", "--config.optimizer.learning_rate=-1"], "optimizer.learning_rate"),
-        (
-            [f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"],
-            "cannot be shrunk",
-        ),
+        ([f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"], "cannot be shrunk"),
     ],
 )
 def test_errors_name_the_cure(capsys, words, said):

@@ -86,9 +86,16 @@ class Carry(NamedTuple):
 
 
 def pipeline_sums(
-    pipeline: Pipeline, trainable: Tree, held: dict[str, Tree], batch: Batch, key: jax.Array | None,
-    names: Tree, held_names: dict[str, Tree], *, backward: bool,
-) -> tuple[Tree, Loss]:  # fmt: skip
+    pipeline: Pipeline,
+    trainable: Tree,
+    held: dict[str, Tree],
+    batch: Batch,
+    key: jax.Array | None,
+    names: Tree,
+    held_names: dict[str, Tree],
+    *,
+    backward: bool,
+) -> tuple[Tree, Loss]:
     """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
 
     Must be traced inside `sharding.activate`.
@@ -203,9 +210,14 @@ class _Stage:
             return masked
 
         return self.pipeline.apply_blocks(
-            model.blocks, x, self.key, fields, lambda b: padded(self.pipeline.transform(b)), first=first,
+            model.blocks,
+            x,
+            self.key,
+            fields,
+            lambda b: padded(self.pipeline.transform(b)),
+            first=first,
             pattern=pattern,
-        )  # fmt: skip
+        )
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
@@ -300,9 +312,11 @@ class _Stage:
             arriving = self._hop(carry.dx, -1)
         if "embed" in run.some:
             x = _cond_if_needed(
-                self._prefer_mask("embed", "forward"), at.any_embed,
-                lambda x: self._residual(self.embed(self.rest, at.e_mb)).astype(x.dtype), self._blank(carry),
-            )  # fmt: skip
+                self._prefer_mask("embed", "forward"),
+                at.any_embed,
+                lambda x: self._residual(self.embed(self.rest, at.e_mb)).astype(x.dtype),
+                self._blank(carry),
+            )
             carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
         y = self._blank(carry)
         if "forward" in run.some:

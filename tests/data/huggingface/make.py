@@ -21,9 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 HERE = Path(__file__).resolve().parent
 SHARD = "8KB"  # of a file, where a folder has several
 SIZES = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
@@ -46,15 +53,19 @@ def configs(**changes):
             **sizes, **gemma, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}
         ),
         "gpt2": t.GPT2Config(
-            n_embd=sizes["hidden_size"], n_layer=sizes["num_hidden_layers"] - 1, n_head=4, n_positions=32,
+            n_embd=sizes["hidden_size"],
+            n_layer=sizes["num_hidden_layers"] - 1,
+            n_head=4,
+            n_positions=32,
             **depth,
         ),
         "phi3": t.Phi3Config(
-            **sizes | {"hidden_size": 2 * sizes["hidden_size"]}, sliding_window=5,
+            **sizes | {"hidden_size": 2 * sizes["hidden_size"]},
+            sliding_window=5,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         ),
         "olmo2": t.Olmo2Config(**sizes),
-    }  # fmt: skip
+    }
 
 
 BF16 = ("smollm", "qwen2", "phi3")

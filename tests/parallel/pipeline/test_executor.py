@@ -60,8 +60,10 @@ def run(case: Case) -> Result:
     gradients, trainable = (cut.flat(t) if cut else t for t in (gradients, after.trainable))
     return Result(
         *(float(metrics[name]) for name in ("loss", "aux/z_loss")),
-        jax.device_get(gradients), jax.device_get(trainable), tuple(map(float, evaluated)),
-    )  # fmt: skip
+        jax.device_get(gradients),
+        jax.device_get(trainable),
+        tuple(map(float, evaluated)),
+    )
 
 
 def _pairs(one, other):

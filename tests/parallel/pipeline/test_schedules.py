@@ -218,9 +218,14 @@ def test_simulated_efficiency(line):
 
 @pytest.mark.parametrize(
     "p, m, head, last, sharded",
-    [(4, 16, 0.25, 0.739, 0.850), (4, 16, 0.5, 0.667, 0.857), (4, 16, 1, 0.571, 0.870),
-     (8, 32, 0.25, 0.702, 0.825), (8, 32, 1, 0.507, 0.837)],
-)  # fmt: skip
+    [
+        (4, 16, 0.25, 0.739, 0.850),
+        (4, 16, 0.5, 0.667, 0.857),
+        (4, 16, 1, 0.571, 0.870),
+        (8, 32, 0.25, 0.702, 0.825),
+        (8, 32, 1, 0.507, 0.837),
+    ],
+)
 def test_a_sharded_head_is_balanced(p, m, head, last, sharded):
     table = build_schedule("1f1b", p, m)
     for edges, number in (("replicated", last), ("sharded", sharded)):
@@ -369,10 +374,15 @@ def test_a_deadlock_is_named():
 
 @pytest.mark.parametrize(
     "case, words",
-    [(("1f1b", 4, 8, 2), "pipeline.schedule=interleaved"), (("gpipe", 4, 8, 2), "chunks=1"),
-     (("interleaved", 4, 6, 2), "set it to 4 or 8"), (("interleaved", 4, 3, 2), "set it to 4,"),
-     (("1fb1", 4, 8, 1), "gpipe, 1f1b, interleaved"), (("1f1b", 0, 8, 1), "mesh.pipeline is 0")],
-)  # fmt: skip
+    [
+        (("1f1b", 4, 8, 2), "pipeline.schedule=interleaved"),
+        (("gpipe", 4, 8, 2), "chunks=1"),
+        (("interleaved", 4, 6, 2), "set it to 4 or 8"),
+        (("interleaved", 4, 3, 2), "set it to 4,"),
+        (("1fb1", 4, 8, 1), "gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 8, 1), "mesh.pipeline is 0"),
+    ],
+)
 def test_numbers_that_no_schedule_takes(case, words):
     with pytest.raises(ScheduleError) as error:
         build_schedule(*case)
@@ -418,10 +428,14 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
 
 @pytest.mark.parametrize(
     "text, words",
-    [("{", "cannot be read"), ("[]", '"format"'), ('{"format": "?"}', '"version": 1'),
-     ('{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}', "stages is 0"),
-     ('{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}', "cannot hold")],
-)  # fmt: skip
+    [
+        ("{", "cannot be read"),
+        ("[]", '"format"'),
+        ('{"format": "?"}', '"version": 1'),
+        ('{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}', "stages is 0"),
+        ('{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}', "cannot hold"),
+    ],
+)
 def test_a_file_that_is_none(text, words, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(text.replace('{"st', '{"format": "jaxdist.schedule", "version": 1, "st'))

@@ -65,10 +65,13 @@ def _compile(name: str) -> dict:
     optimizer = OptimizerConfig(warmup_steps=1)
     batch = given["sequences"] * microbatches
     built = build_train_step(
-        describe(lambda rngs: Transformer(model, rngs=rngs)), optimizer,
-        build_schedule(optimizer, 1000, batch), mesh, rules,
+        describe(lambda rngs: Transformer(model, rngs=rngs)),
+        optimizer,
+        build_schedule(optimizer, 1000, batch),
+        mesh,
+        rules,
         StepConfig(compute="bfloat16", remat="full", staging=staging),
-    )  # fmt: skip
+    )
     dims = (batch, given["sequence"])
     example = {
         name: jax.ShapeDtypeStruct(dims, "float32" if name == "weights" else "int32")
@@ -87,9 +90,10 @@ def _compile(name: str) -> dict:
     same = None
     if inspects:
         pairs = zip(
-            jax.tree.leaves(compiled.output_shardings[2]), jax.tree.leaves(built.abstract_state.trainable),
+            jax.tree.leaves(compiled.output_shardings[2]),
+            jax.tree.leaves(built.abstract_state.trainable),
             strict=True,
-        )  # fmt: skip
+        )
         same = [where.is_equivalent_to(leaf.sharding, leaf.ndim) for where, leaf in pairs]
     return {
         "gradients_lie_as_parameters": same,

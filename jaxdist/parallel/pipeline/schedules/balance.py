@@ -24,9 +24,14 @@ class Option(NamedTuple):
 
 
 def microbatch_options(
-    stages: int, microbatches: int, chunks: int = 1, *, choices: Iterable[int], layers: int,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    choices: Iterable[int],
+    layers: int,
     target: float = WARN_ABOVE,
-) -> tuple[Option, ...]:  # fmt: skip
+) -> tuple[Option, ...]:
     """Returns changes that bring the bubble down to `target`, or as far as they go; () if it is.
 
     At most two, each by itself: more microbatches, out of those that the batch allows (`choices`),
@@ -90,10 +95,15 @@ class Balance:
 
 
 def balance(
-    layer_costs: Sequence[float], *, stages: int, chunks: int = 1, embed_cost: float = 0.0,
-    head_cost: float = 0.0, edges: Literal["sharded", "replicated", "last"] = "sharded",
+    layer_costs: Sequence[float],
+    *,
+    stages: int,
+    chunks: int = 1,
+    embed_cost: float = 0.0,
+    head_cost: float = 0.0,
+    edges: Literal["sharded", "replicated", "last"] = "sharded",
     cut: Sequence[int] | None = None,
-) -> Balance:  # fmt: skip
+) -> Balance:
     """Returns the load of each stage under `cut` (default: `even_cut`), and the best cut there is.
 
     Edges cost: sharded, a share on every stage; replicated, all of it on every stage; last, the

@@ -183,8 +183,11 @@ def _runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[TickRun, ...]:
     starts = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(0)) + 1).tolist()]
     ends = [*starts[1:], key.shape[1]]
     return tuple(
-        TickRun(start, end - start,
+        TickRun(
+            start,
+            end - start,
             frozenset(kind for kind in KINDS if flags[kind][start:end].any()),
-            frozenset(kind for kind in KINDS if flags[kind][start:end].all()))
+            frozenset(kind for kind in KINDS if flags[kind][start:end].all()),
+        )
         for start, end in zip(starts, ends, strict=True)
-    )  # fmt: skip
+    )
