@@ -164,10 +164,10 @@ def caps(attention: float | None, final: float | None) -> Rule:
     }
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        given = {
-            name: 0.0 if source.take(*key) is None else source.number(*key) for name, key in ours.items()
+        return {
+            name: 0.0 if source.take(*field) is None else float(source.number(*field))
+            for name, field in ours.items()
         }
-        return {name: float(value) for name, value in given.items()}
 
     return Rule(read, lambda values: {key: values[name] or None for name, (key, _) in ours.items()})
 
@@ -190,7 +190,6 @@ def gemma_scales() -> Rule:
 # --- layers ---------------------------------------------------------------------------------------
 
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
-_NAMES = {ours: name for name, ours in _KINDS.items()}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -225,36 +224,31 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
             every = source.number("sliding_window_pattern", period, int)
             every = source.number("_sliding_window_pattern", every, int) or 1
             computed = ["local" if (i + 1) % every else "global" for i in range(depth)]
-        given = source.take("layer_types", None)
-        if given is None:
+        names = source.take("layer_types", None)
+        if names is None:
             return computed
-        if (
-            not isinstance(given, list)
-            or len(given) != depth
-            or any(str(name) not in _KINDS for name in given)
-        ):
+        if not isinstance(names, list) or len(names) != depth or not set(map(str, names)) <= set(_KINDS):
             why = f"required one of {', '.join(_KINDS)} for each of {depth} layers"
-            source.refuse("layer_types", given, why)
-            return computed
-        return [_KINDS[name] for name in given]
+            return source.refuse("layer_types", names, why, computed)
+        return [_KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        size, found = source.take("sliding_window", window), kinds(source, values["num_layers"])
-        if "local" not in found or (size is None and form == "all"):
+        size, of_layers = source.take("sliding_window", window), kinds(source, values["num_layers"])
+        if "local" not in of_layers or (size is None and form == "all"):
             return {"window": 0, "layer_pattern": ("global",)}
         if not isinstance(size, int) or size < 1:
             source.refuse("sliding_window", size, "there are sliding layers, so it must be >= 1")
-        return {"window": size, "layer_pattern": shortest_period(found)}
+        return {"window": size, "layer_pattern": shortest_period(of_layers)}
 
     def write(values: Values) -> dict[str, Any]:
         pattern, depth = values["layer_pattern"], values["num_layers"]
-        found, some = spread(pattern, depth), "local" in pattern
+        of_layers, some = spread(pattern, depth), "local" in pattern
         if form == "all":
             return {"sliding_window": values["window"] if some else None}
-        fields: dict[str, Any] = {"sliding_window": values["window"] if some else window}
-        fields["layer_types"] = [_NAMES[kind] for kind in found]
+        types = ["sliding_attention" if kind == "local" else "full_attention" for kind in of_layers]
+        fields = {"sliding_window": values["window"] if some else window, "layer_types": types}
         if form == "flag":
-            first = found.index("local") if some else depth
+            first = of_layers.index("local") if some else depth
             return fields | {"use_sliding_window": some, "max_window_layers": first}
         every = len(pattern)  # transformers before 4.53 knows this field alone
         regular = pattern == ("local",) * (every - 1) + ("global",)
@@ -265,12 +259,13 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
 
 # --- rotary positions -----------------------------------------------------------------------------
 
-_LLAMA3 = {
-    "rope_factor": "factor", "rope_low_factor": "low_freq_factor", "rope_high_factor": "high_freq_factor",
-    "rope_original_positions": "original_max_position_embeddings",
-}  # fmt: skip
 _SCALINGS: dict[str, dict[str, str]] = {
-    "default": {}, "linear": {"rope_factor": "factor"}, "llama3": _LLAMA3,
+    "default": {},
+    "linear": {"rope_factor": "factor"},
+    "llama3": {
+        "rope_factor": "factor", "rope_low_factor": "low_freq_factor", "rope_high_factor": "high_freq_factor",
+        "rope_original_positions": "original_max_position_embeddings",
+    },
 }  # fmt: skip
 
 
@@ -285,13 +280,13 @@ def rotary(*, partial: bool = False) -> Rule:
         share = inner.number("partial_rotary_factor", source.number("partial_rotary_factor", 1.0))
         if share != 1 and not partial:
             source.refuse("partial_rotary_factor", share, "not built for this architecture; required 1.0")
-        found = _stretch(inner)
+        scaling = _read_scaling(inner)
         source.faults += inner.close()
-        return {"rope_theta": float(theta), "rotary_fraction": float(share)} | found
+        return {"rope_theta": float(theta), "rotary_fraction": float(share)} | scaling
 
     def write(values: Values) -> dict[str, Any]:
         share = {"partial_rotary_factor": values["rotary_fraction"]} if partial else {}
-        return {"rope_theta": values["rope_theta"], "rope_scaling": _scaling(values)} | share
+        return {"rope_theta": values["rope_theta"], "rope_scaling": _write_scaling(values)} | share
 
     return Rule(read, write)
 
@@ -305,32 +300,32 @@ def gemma_rotary() -> Rule:
         full.config |= source.inside("rope_scaling", source.take("rope_scaling", None) or {}).config
         theta = full.number("rope_theta", source.number("rope_theta", 1_000_000.0))
         base = local.number("rope_theta", source.number("rope_local_base_freq", 10_000.0))
-        found = _stretch(full)
-        if _stretch(local):
+        scaling = _read_scaling(full)
+        if _read_scaling(local):
             local.refuse("rope_type", local.config.get("rope_type"), "not built; required 'default'")
         source.faults += full.close() + local.close() + both.close()
         has_local = "local" in values["layer_pattern"]
-        return {"rope_theta": float(theta), "rope_theta_local": float(base) if has_local else 0.0} | found
+        return {"rope_theta": float(theta), "rope_theta_local": float(base) if has_local else 0.0} | scaling
 
     def write(values: Values) -> dict[str, Any]:
         base = values["rope_theta_local"] or values["rope_theta"]
-        scaling = _scaling(values)
-        return {"rope_theta": values["rope_theta"], "rope_local_base_freq": base, "rope_scaling": scaling}
+        fields = {"rope_theta": values["rope_theta"], "rope_local_base_freq": base}
+        return fields | {"rope_scaling": _write_scaling(values)}
 
     return Rule(read, write)
 
 
-def _stretch(rope: Source) -> dict[str, Any]:
+def _read_scaling(rope: Source) -> dict[str, Any]:
     """Returns the values of a rope mapping's type and factors."""
     kind = rope.take("rope_type", rope.take("type", "default"))
     if str(kind) not in _SCALINGS:
         rope.read |= rope.config.keys()  # what else belongs to it need not be told
         return rope.refuse("rope_type", kind, f"not built; there are {', '.join(_SCALINGS)}", {})
-    found: dict[str, Any] = {ours: rope.number(key) for ours, key in _SCALINGS[kind].items()}
-    return found | {"rope_scaling": kind} if found else {}
+    factors: dict[str, Any] = {ours: rope.number(key) for ours, key in _SCALINGS[kind].items()}
+    return factors | {"rope_scaling": kind} if factors else {}
 
 
-def _scaling(values: Values) -> dict[str, Any] | None:
+def _write_scaling(values: Values) -> dict[str, Any] | None:
     """Returns the rope_scaling that stretches so, None where nothing is stretched."""
     if values["rope_factor"] == 1:
         return None

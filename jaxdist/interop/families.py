@@ -13,21 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxdist.interop.config_rules import (
-    Rule,
-    activation,
-    attention_bias,
-    caps,
-    gemma_rotary,
-    gemma_scales,
-    gpt2_heads,
-    heads,
-    implied,
-    layers,
-    only,
-    plain,
-    rotary,
-)
+from jaxdist.interop import config_rules as rule
 
 LAYER = "blocks/"  # what our stacks begin with
 
@@ -42,8 +28,7 @@ class TensorPart:
 
     def dims(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Returns the size of every letter, from our parameter's shape."""
-        own = shape[1:] if self.path.startswith(LAYER) else shape
-        return dict(zip(self.ours, own, strict=True))
+        return dict(zip(self.ours, shape[self.path.startswith(LAYER) :], strict=True))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part in its file."""
@@ -68,7 +53,7 @@ class Stored:
     def offset(self, part: TensorPart, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Returns where on the axis a part begins."""
         before = self.parts[: self.parts.index(part)]
-        return sum(p.stored_shape(shapes[p.path])[self.axis] for p in before)
+        return sum(other.stored_shape(shapes[other.path])[self.axis] for other in before)
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class Family:
 
     model_type: str
     architecture: str
-    rules: tuple[Rule, ...]
+    rules: tuple[rule.Rule, ...]
     tensors: tuple[Stored, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)  # beginnings of names that also occur
     ignored: str = r"rotary_emb\.inv_freq$"  # tensors that are no parameters, a regex
@@ -88,9 +73,9 @@ class Family:
 
     def canonical(self, name: str) -> str:
         """Returns the table's name of a stored tensor."""
-        for found, ours in self.renamed.items():
-            if re.match(found, name):
-                return re.sub(found, ours, name, count=1)
+        for beginning, ours in self.renamed.items():
+            if match := re.match(beginning, name):
+                return ours + name[match.end() :]
         return name
 
 
@@ -104,9 +89,8 @@ def _stored(name: str, line: str | tuple) -> Stored:
 
 
 def _part(name: str, text: str) -> TensorPart:
-    own, _, theirs = text.partition(" -> ")
-    path, ours = own.split()
-    return TensorPart(LAYER + path if "{}" in name else path, ours, tuple(theirs.split()))
+    path, ours, _, *theirs = text.split()
+    return TensorPart(LAYER + path if "{}" in name else path, ours, tuple(theirs))
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -132,20 +116,17 @@ _MLP: dict[str, str | tuple] = {
     _L + "mlp.up_proj.weight": "mlp/up DF -> F D",
     _L + "mlp.down_proj.weight": "mlp/down FD -> D F",
 }
-_PRE_NORMS = {
-    _L + "input_layernorm.weight": "attention_norm/scale D -> D",
-    _L + "post_attention_layernorm.weight": "mlp_norm/scale D -> D",
-}
-_BOTH_NORMS = {
-    _L + "input_layernorm.weight": "attention_norm/scale D -> D",
-    _L + "post_attention_layernorm.weight": "attention_post_norm/scale D -> D",
-    _L + "pre_feedforward_layernorm.weight": "mlp_norm/scale D -> D",
-    _L + "post_feedforward_layernorm.weight": "mlp_post_norm/scale D -> D",
-}
-_POST_NORMS = {
-    _L + "post_attention_layernorm.weight": "attention_post_norm/scale D -> D",
-    _L + "post_feedforward_layernorm.weight": "mlp_post_norm/scale D -> D",
-}
+
+
+def _norms(**scales: str) -> dict[str, str]:
+    return {f"{_L}{theirs}.weight": f"{ours}/scale D -> D" for theirs, ours in scales.items()}
+
+
+_PRE_NORMS = _norms(input_layernorm="attention_norm", post_attention_layernorm="mlp_norm")
+_POST_NORMS = _norms(
+    post_attention_layernorm="attention_post_norm", post_feedforward_layernorm="mlp_post_norm"
+)
+_BOTH_NORMS = _norms(input_layernorm="attention_norm", pre_feedforward_layernorm="mlp_norm") | _POST_NORMS
 _HEAD_NORMS = {
     _L + "self_attn.q_norm.weight": "attention/query_norm/scale N -> N",
     _L + "self_attn.k_norm.weight": "attention/key_norm/scale N -> N",
@@ -190,58 +171,59 @@ _GPT2: dict[str, str | tuple] = {
 # --- families -------------------------------------------------------------------------------------
 
 _SIZES = (
-    plain("vocab_size", "vocab_size"),
-    plain("num_layers", "num_hidden_layers"),
-    plain("d_model", "hidden_size"),
-    plain("d_ff", "intermediate_size"),
-    plain("num_heads", "num_attention_heads"),
-)
-_UNTIED, _TIED = (plain("tie_embeddings", "tie_word_embeddings", tied) for tied in (False, True))
-_EPS5, _EPS6 = (plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
-_USUAL = (*_SIZES, heads(), activation("hidden_act"))
+    rule.plain("vocab_size", "vocab_size"), rule.plain("num_layers", "num_hidden_layers"),
+    rule.plain("d_model", "hidden_size"), rule.plain("d_ff", "intermediate_size"),
+    rule.plain("num_heads", "num_attention_heads"),
+)  # fmt: skip
+_UNTIED, _TIED = (rule.plain("tie_embeddings", "tie_word_embeddings", tied) for tied in (False, True))
+_EPS5, _EPS6 = (rule.plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
+_USUAL = (*_SIZES, rule.heads(), rule.activation("hidden_act"))
 _GEMMA = (
     # The text part of multimodal folders leaves out what is as in the class.
-    plain("vocab_size", "vocab_size", 262_208), plain("num_layers", "num_hidden_layers", 26),
-    plain("d_model", "hidden_size", 2304), plain("d_ff", "intermediate_size", 9216),
-    plain("num_heads", "num_attention_heads", 8), heads(kv=4, head_dim=256),
-    activation("hidden_activation", "gelu_pytorch_tanh"), only("hidden_act", "gelu_pytorch_tanh"),
-    _EPS6, _TIED, gemma_scales(), attention_bias(),
-    only("use_bidirectional_attention", False, None),
-    implied(norm="rms_plus_one", norm_position="both"),
+    rule.plain("vocab_size", "vocab_size", 262_208), rule.plain("num_layers", "num_hidden_layers", 26),
+    rule.plain("d_model", "hidden_size", 2304), rule.plain("d_ff", "intermediate_size", 9216),
+    rule.plain("num_heads", "num_attention_heads", 8), rule.heads(kv=4, head_dim=256),
+    rule.activation("hidden_activation", "gelu_pytorch_tanh"), rule.only("hidden_act", "gelu_pytorch_tanh"),
+    _EPS6, _TIED, rule.gemma_scales(), rule.attention_bias(),
+    rule.only("use_bidirectional_attention", False, None),
+    rule.implied(norm="rms_plus_one", norm_position="both"),
 )  # fmt: skip
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    (*_USUAL, _EPS6, _UNTIED, rotary(), attention_bias(), only("mlp_bias", False)),
+    "llama", "LlamaForCausalLM",
+    (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.attention_bias(), rule.only("mlp_bias", False)),
     _table(_EDGES | _ATTENTION | _MLP | _PRE_NORMS),
-)
+)  # fmt: skip
 _FAMILIES = (
     LLAMA,
     Family(
-        "mistral", "MistralForCausalLM", (*_USUAL, _EPS6, _UNTIED, rotary(), layers("all", 4096)),
+        "mistral", "MistralForCausalLM", (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.layers("all", 4096)),
         LLAMA.tensors,
     ),
     Family(
         "qwen2", "Qwen2ForCausalLM",
-        (*_USUAL, _EPS6, _UNTIED, rotary(), implied(bias="qkv"), layers("flag", 4096)),
+        (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.implied(bias="qkv"), rule.layers("flag", 4096)),
         LLAMA.tensors,
     ),
     Family(
         "qwen3", "Qwen3ForCausalLM",
         (
-            *_SIZES, heads(head_dim=128), activation("hidden_act"), _EPS6, _UNTIED, rotary(),
-            attention_bias(), implied(qk_norm="head"), layers("flag", 4096),
+            *_SIZES, rule.heads(head_dim=128), rule.activation("hidden_act"), _EPS6, _UNTIED, rule.rotary(),
+            rule.attention_bias(), rule.implied(qk_norm="head"), rule.layers("flag", 4096),
         ),
         LLAMA.tensors + _table(_HEAD_NORMS),
     ),
     Family(
-        "gemma2", "Gemma2ForCausalLM", (*_GEMMA, rotary(), layers("pattern", 4096, 2), caps(50.0, 30.0)),
+        "gemma2", "Gemma2ForCausalLM",
+        (*_GEMMA, rule.rotary(), rule.layers("pattern", 4096, 2), rule.caps(50.0, 30.0)),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS),
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM",
-        (*_GEMMA, layers("pattern", 4096, 6), gemma_rotary(), caps(None, None), implied(qk_norm="head")),
+        (
+            *_GEMMA, rule.layers("pattern", 4096, 6), rule.gemma_rotary(), rule.caps(None, None),
+            rule.implied(qk_norm="head"),
+        ),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _HEAD_NORMS),
         renamed={r"language_model\.model\.|model\.language_model\.": "model.", r"language_model\.lm": "lm"},
         ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
@@ -249,27 +231,29 @@ _FAMILIES = (
     Family(
         "gpt2", "GPT2LMHeadModel",
         (
-            plain("vocab_size", "vocab_size"), plain("num_layers", "n_layer"), plain("d_model", "n_embd"),
-            plain("num_heads", "n_head"), plain("max_positions", "n_positions", 1024), gpt2_heads(),
-            plain("norm_eps", "layer_norm_epsilon", 1e-5), _TIED,
-            activation("activation_function", "gelu_new"),
-            implied(norm="layer", positions="learned", gated=False, bias="all"),
-            only("scale_attn_weights", True), only("scale_attn_by_inverse_layer_idx", False),
-            only("add_cross_attention", False),
+            rule.plain("vocab_size", "vocab_size"), rule.plain("num_layers", "n_layer"),
+            rule.plain("d_model", "n_embd"), rule.plain("num_heads", "n_head"), rule.gpt2_heads(),
+            rule.plain("max_positions", "n_positions", 1024), _TIED,
+            rule.plain("norm_eps", "layer_norm_epsilon", 1e-5),
+            rule.activation("activation_function", "gelu_new"),
+            rule.implied(norm="layer", positions="learned", gated=False, bias="all"),
+            rule.only("scale_attn_weights", True), rule.only("scale_attn_by_inverse_layer_idx", False),
+            rule.only("add_cross_attention", False),
         ),
         _table(_GPT2),
         renamed={r"(?=(h\.|wte\.|wpe\.|ln_f\.))": "transformer."},
         ignored=r"\.attn\.(masked_)?bias$",
     ),
     Family(
-        "phi3", "Phi3ForCausalLM", (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), layers("all", None)),
+        "phi3", "Phi3ForCausalLM",
+        (*_USUAL, _EPS5, _UNTIED, rule.rotary(partial=True), rule.layers("all", None)),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM",
         (
-            *_USUAL, _EPS5, _UNTIED, rotary(), attention_bias(),
-            implied(norm_position="post", qk_norm="projection"),
+            *_USUAL, _EPS5, _UNTIED, rule.rotary(), rule.attention_bias(),
+            rule.implied(norm_position="post", qk_norm="projection"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _PROJECTION_NORMS),
     ),

@@ -108,10 +108,10 @@ def fields_of(
     """
     wanted, nearest = canonical_values(values), list[str]()
     origin = origin or {}
-    about = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    about |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
+    carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    carried |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
     for family in sorted(FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")):
-        fields = about | {"architectures": [family.architecture], "model_type": family.model_type}
+        fields = carried | {"architectures": [family.architecture], "model_type": family.model_type}
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
@@ -121,9 +121,8 @@ def fields_of(
         if not faults:
             return family, fields
         if not nearest or len(faults) < len(nearest) - 1:
-            known = ", ".join(FAMILIES)
-            first = f"none of {known} has these values; the nearest, {family.model_type}, differs:"
-            nearest = [first, *faults]
+            known = f"none of {', '.join(FAMILIES)} has these values"
+            nearest = [f"{known}; the nearest, {family.model_type}, differs:", *faults]
     raise ConfigError(nearest)
 
 
@@ -132,12 +131,13 @@ def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     return [
         f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
         for name in ours.keys() & theirs.keys()
-        if ours[name] != theirs[name] and not _close(ours[name], theirs[name])
+        if not _equal(ours[name], theirs[name])
     ]
 
 
-def _close(a: Any, b: Any) -> bool:
-    return isinstance(a, float) and isinstance(b, (int, float)) and math.isclose(a, b, rel_tol=1e-9)
+def _equal(a: Any, b: Any) -> bool:
+    numbers = isinstance(a, float) and isinstance(b, (int, float))
+    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
 
 
 def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:

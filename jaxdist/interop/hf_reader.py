@@ -45,10 +45,6 @@ def open_weights(
     return tensors
 
 
-def _as_it_is(path: str, value: jax.Array) -> jax.Array:
-    return value
-
-
 class Tensors:
     """The safetensors files of a folder, opened and checked; no tensor is read yet."""
 
@@ -67,10 +63,10 @@ class Tensors:
             except (OSError, SafetensorError) as error:
                 faults.append(f"{self.folder / file}: {error}; copy it again")
                 continue
-            there = set(opened.keys())
-            faults += _listed(f"{file} lacks what {INDEX} promises", promised - there)
-            faults += _listed(f"{file} holds what {INDEX} does not list", promised and there - promised)
-            self._handles |= {family.canonical(name): opened.get_slice(name) for name in there}
+            names = set(opened.keys())
+            faults += _listed(f"{file} lacks what {INDEX} promises", promised - names)
+            faults += _listed(f"{file} holds what {INDEX} does not list", promised and names - promised)
+            self._handles |= {family.canonical(name): opened.get_slice(name) for name in names}
         if faults:
             raise ConfigError(faults)
 
@@ -100,16 +96,16 @@ class Tensors:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ConfigError unless the tensors are exactly those of parameters with these shapes."""
         wanted = stored_shapes(self.family, shapes)
-        faults = homeless(self.family, shapes)
+        faults = unmapped(self.family, shapes)
         faults += _listed("missing tensors", wanted.keys() - self._handles.keys())
         extra = (n for n in self._handles.keys() - wanted.keys() if not re.search(self.family.ignored, n))
         tied = "embedding" in shapes and "output" not in shapes
         faults += _listed("unexpected tensors", (n for n in extra if not (tied and n == "lm_head.weight")))
         for name in sorted(wanted.keys() & self._handles.keys()):
             handle = self._handles[name]
-            found, dtype = tuple(handle.get_shape()), handle.get_dtype()
-            if found != wanted[name]:
-                faults.append(f"{name} has shape {found}, config.json makes it {wanted[name]}")
+            shape, dtype = tuple(handle.get_shape()), handle.get_dtype()
+            if shape != wanted[name]:
+                faults.append(f"{name} has shape {shape}, config.json makes it {wanted[name]}")
             elif dtype not in _DTYPES:
                 faults.append(f"{name} is {dtype}; required {', '.join(_DTYPES)}")
         if faults:
@@ -118,24 +114,24 @@ class Tensors:
     def load(
         self,
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-        settle: Callable[[str, jax.Array], Any] = _as_it_is,
+        convert: Callable[[str, jax.Array], Any] | None = None,
     ) -> dict[str, Any]:
         """Returns the parameters by path, each in its abstract array's dtype and sharding.
 
         Args:
-          settle: makes what is kept of a parameter, given its path, before the next one is read.
+          convert: makes what is kept of a parameter, given its path, before the next one is read.
 
         Raises:
           ConfigError: see `check`; nothing is read then.
         """
         shapes = {path: x.shape for path, x in abstract.items()}
         self.check(shapes)
-        found = {}
+        parameters = {}
         for stored in self.family.present(shapes):
             for part in stored.parts:
-                offset = stored.offset(part, shapes)
-                found[part.path] = settle(part.path, self._place(stored, part, offset, abstract[part.path]))
-        return found
+                value = self._place(stored, part, stored.offset(part, shapes), abstract[part.path])
+                parameters[part.path] = convert(part.path, value) if convert else value
+        return parameters
 
     def _place(self, stored: Stored, part: TensorPart, offset: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         assert x.sharding is not None, f"{part.path} needs a sharding"
@@ -145,35 +141,35 @@ class Tensors:
             shards.setdefault(ranges, []).append(device)
         arrays = []
         for ranges, devices in shards.items():
-            block = self._shard(stored, part, offset, x, ranges)
+            block = self._read_shard(stored, part, offset, x, ranges)
             arrays += [jax.device_put(block, device) for device in devices]
             jax.block_until_ready(arrays)  # the block may go before the next is made
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
-    def _shard(self, stored, part, offset, x, ranges) -> np.ndarray:
+    def _read_shard(self, stored, part, offset, x, ranges) -> np.ndarray:
         """Returns one shard, of all its layers."""
         stacked = part.path.startswith(LAYER)
         block = _empty([stop - start for start, stop in ranges], x.dtype)
+        dims, inner = part.dims(x.shape), dict(zip(part.ours, ranges[stacked:], strict=True))
+        runs = [_runs(group, dims, inner) for group in part.theirs]
+        runs[stored.axis] = [slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]]
+        order = "".join(part.theirs)
         for row, layer in enumerate(range(*ranges[0]) if stacked else [0]):
-            name, own = stored.name.format(layer), ranges[1:] if stacked else ranges
-            (block[row] if stacked else block)[...] = self._piece(
-                name, part, stored.axis, offset, x.shape, own
-            )
+            merged = self._read_runs(stored.name.format(layer), runs)
+            apart = merged.reshape([inner[letter][1] - inner[letter][0] for letter in order])
+            target = block[row] if stacked else block
+            target[...] = apart.transpose([order.index(letter) for letter in part.ours])
         return block
 
-    def _piece(self, name, part, axis, offset, shape, ranges) -> np.ndarray:
-        """Returns a range of a parameter of one layer, in our layout and the file's dtype."""
-        dims, where = part.dims(shape), dict(zip(part.ours, ranges, strict=True))
-        runs = [_runs(group, dims, where) for group in part.theirs]
-        runs[axis] = [slice(run.start + offset, run.stop + offset) for run in runs[axis]]
-        handle, pieces = self._handles[name], []
-        for slices in itertools.product(*runs):
-            pieces.append(handle[slices])
-            self.bytes_read += pieces[-1].nbytes
-        whole = pieces[0] if len(pieces) == 1 else _put_together(pieces, runs)
-        order = "".join(part.theirs)
-        apart = whole.reshape([where[letter][1] - where[letter][0] for letter in order])
-        return apart.transpose([order.index(letter) for letter in part.ours])
+    def _read_runs(self, name: str, runs: Sequence[Sequence[slice]]) -> np.ndarray:
+        """Returns the pieces of a tensor, for all combinations of runs of its dims, as one array."""
+        pieces = [self._handles[name][slices] for slices in itertools.product(*runs)]
+        self.bytes_read += sum(piece.nbytes for piece in pieces)
+        for dim in reversed(range(len(runs))):
+            count = len(runs[dim])
+            if count > 1:  # a single piece is not copied
+                pieces = [np.concatenate(pieces[i : i + count], dim) for i in range(0, len(pieces), count)]
+        return pieces[0]
 
 
 def _empty(dims: Sequence[int], dtype: Any) -> np.ndarray:
@@ -196,14 +192,6 @@ def _runs(group: str, dims: Mapping[str, int], where: Mapping[str, tuple[int, in
     return [slice(*run) for run in runs]
 
 
-def _put_together(pieces: Sequence[np.ndarray], runs: Sequence[Sequence[slice]]) -> np.ndarray:
-    """Returns the pieces, which are of all combinations of runs, as one array."""
-    for dim in reversed(range(len(runs))):
-        count = len(runs[dim])
-        pieces = [np.concatenate(pieces[i : i + count], dim) for i in range(0, len(pieces), count)]
-    return pieces[0]
-
-
 def stored_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every tensor of a model whose parameters have these shapes."""
     return {
@@ -213,7 +201,7 @@ def stored_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict
     }
 
 
-def homeless(family: Family, paths: Mapping[str, Any]) -> list[str]:
+def unmapped(family: Family, paths: Mapping[str, Any]) -> list[str]:
     """Returns a fault if the family has no tensor for some of our parameters."""
     known = {part.path for stored in family.tensors for part in stored.parts}
     return _listed(f"{family.model_type} has no tensor for the parameters", paths.keys() - known)

@@ -26,7 +26,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import LAYER, Family
-from jaxdist.interop.hf_reader import INDEX, SINGLE, homeless, stored_shapes
+from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 
 KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
 GENERATION = "generation_config.json"
@@ -60,17 +60,16 @@ class CheckpointWeights:
             try:
                 self.manifest = manifest.check(folder, number, run=run)
                 self.step, self._path = number, folders.step_path(folder, number)
-                arrays = folders.read_step(folder, number).arrays
+                self._arrays = folders.read_step(folder, number).arrays
                 break
             except (CheckpointError, OSError) as error:
                 reasons[number] = str(error)
         else:
             tried = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
             raise CheckpointError(f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons)
-        groups = ("ema/" if any(n.startswith("ema/") for n in arrays) else "trainable/", "frozen/")
-        self._names = {n.partition("/")[2]: n for n in arrays if n.startswith(groups)}
-        self.shapes = {path: arrays[name].shape for path, name in self._names.items()}
-        self._dtypes = {path: arrays[name].dtype for path, name in self._names.items()}
+        groups = ("ema/" if any(n.startswith("ema/") for n in self._arrays) else "trainable/", "frozen/")
+        self._names = {n.partition("/")[2]: n for n in self._arrays if n.startswith(groups)}
+        self.shapes = {path: self._arrays[name].shape for path, name in self._names.items()}
         self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(timeout_s=600)
 
     def read(self, path: str) -> np.ndarray:
@@ -79,12 +78,13 @@ class CheckpointWeights:
         Raises:
           CheckpointError: it is not what was saved.
         """
-        name, here = self._names[path], jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        wanted = {name: jax.ShapeDtypeStruct(self.shapes[path], self._dtypes[path], sharding=here)}
-        found = self._backend.read(self._path, wanted)
-        if fingerprint.of(found)[name] != self.manifest.fingerprints.get(name):
+        name, cpu = self._names[path], jax.local_devices(backend="cpu")[0]
+        stored, host = self._arrays[name], jax.sharding.SingleDeviceSharding(cpu)
+        wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
+        arrays = self._backend.read(self._path, wanted)
+        if fingerprint.of(arrays)[name] != self.manifest.fingerprints.get(name):
             raise CheckpointError(f"step {self.step}: {name} is not what was saved, by fingerprint")
-        return np.asarray(found[name])
+        return np.asarray(arrays[name])
 
     def close(self) -> None:
         self._backend.close()
@@ -110,7 +110,7 @@ def export(
     Raises:
       ConfigError: parameters for which the family has no tensor.
     """
-    if faults := homeless(family, shapes):
+    if faults := unmapped(family, shapes):
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
     views, total = _create_files(target, stored_shapes(family, shapes), dtype, max_shard_bytes)
@@ -166,9 +166,10 @@ def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
     """Copies a tokenizer.json of ours so that transformers can load it; returns fields for config.json."""
     shutil.copyfile(file, target / file.name)
     special = [t for t in json.loads(file.read_text(encoding="utf-8"))["added_tokens"] if t["special"]]
-    about = {"eos_token": special[0]["content"]} if len(special) == 1 else {}
-    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | about)
-    return {"eos_token_id": special[0]["id"]} if about else {}
+    end = special[0] if len(special) == 1 else {}
+    fields = {"eos_token": end["content"]} if end else {}
+    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | fields)
+    return {"eos_token_id": end["id"]} if end else {}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -36,6 +36,11 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     # Other ways to begin change the model as well (pissa, olora, corda, loftq).
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
+_WRITTEN = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none",
+    "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+    "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None,
+}  # fmt: skip
 
 
 def write(
@@ -57,43 +62,29 @@ def write(
     Raises:
       ConfigError: the family has no tensor for a kernel.
     """
-    homeless = {path.rpartition("/")[0] for path in adapters}
+    unmapped = {path.rpartition("/")[0] for path in adapters}
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for stored in family.present(shapes):
         parts = [part for part in stored.parts if f"{part.path}/lora_a" in adapters]
-        homeless -= {part.path for part in parts}
+        unmapped -= {part.path for part in parts}
         for layer in range(shapes[parts[0].path][0] if parts else 0):
             name = stored.name.format(layer).removesuffix(".weight")
             ranks[re.split(r"\.\d+\.", name)[1]] = len(parts) * config.rank
             a, b = _fused(stored, parts, adapters, shapes, layer)
             tensors |= {f"{_PREFIX}{name}.lora_A.weight": a, f"{_PREFIX}{name}.lora_B.weight": b}
-    if homeless:
-        raise ConfigError(f"{family.model_type} has no tensor for adapters of {', '.join(sorted(homeless))}")
+    if unmapped:
+        raise ConfigError(f"{family.model_type} has no tensor for adapters of {', '.join(sorted(unmapped))}")
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
     wide = {name: rank for name, rank in ranks.items() if rank != config.rank}
-    about = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base or None,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "target_modules": sorted(ranks),
-        "rank_pattern": wide,
+    fields = _WRITTEN | {
+        "base_model_name_or_path": base or None, "r": config.rank, "lora_alpha": config.alpha,
+        "target_modules": sorted(ranks), "rank_pattern": wide,
         "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in wide.items()},
         "fan_in_fan_out": family.model_type == "gpt2",
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }
-    (target / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    }  # fmt: skip
+    (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return sum(x.nbytes for x in tensors.values())
 
 
@@ -112,64 +103,62 @@ def read(
     """
     folder = Path(folder).expanduser()
     try:
-        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         with safe_open(folder / WEIGHTS, "np") as file:
             tensors = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"lora.from_peft={folder}: no adapter that PEFT wrote: {error}") from error
     faults = [
-        f"{name}={about[name]!r} is not supported; required {legal[0]!r}"
+        f"{name}={fields[name]!r} is not supported; required {legal[0]!r}"
         for name, legal in _REQUIRED.items()
-        if about.get(name, legal[0]) not in legal
+        if fields.get(name, legal[0]) not in legal
     ]
-    found = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
+    adapters = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
     for name in () if faults else tensors:
-        faults += _take(found, name, tensors, family, about, config)
+        faults += _take(adapters, name, tensors, family, fields, config)
     if faults:
         shown = list(dict.fromkeys(faults))[:_SHOWN]
         raise ConfigError(f"lora.from_peft={folder}: {fault}" for fault in shown)
-    return found
+    return adapters
 
 
-def _take(found, name, tensors, family, about, config) -> Iterator[str]:
+def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     """Fills in what one A of theirs, with its B, gives of ours; yields what is wrong with it."""
     module, is_a, _ = name.partition(".lora_A.weight")
     if not is_a:
         if not name.endswith(".lora_B.weight"):
             yield f"the tensor {name} is not understood"
         return
-    canonical = family.canonical(f"{module}.weight")
-    for stored in family.tensors:
-        pattern = re.escape(stored.name).replace(r"\{\}", r"(\d+)")
-        if not (match := re.fullmatch(pattern, canonical)) or not match.groups():
-            continue
-        for part in stored.parts:
-            if f"{part.path}/lora_a" not in found:
-                yield f"{module} has an adapter, and {part.path} is no target; name it in lora.targets"
-                return
-        rank = tensors[name].shape[0]
-        scale = _scale(about, module, rank)
-        pieces = _apart(stored, found, tensors[name], tensors[f"{module}.lora_B.weight"], config.rank)
-        if pieces is None:
-            yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
-        elif not math.isclose(scale, config.alpha / config.rank, rel_tol=1e-6):
-            yield (
-                f"{module} has alpha / rank = {scale:.6g}, lora.alpha={config.alpha:g} makes it "
-                f"{config.alpha / config.rank:.6g}; set lora.alpha={scale * config.rank:g}"
-            )
-        else:
-            for path, value in pieces.items():
-                found[path][int(match[1])] = value
+    layer, canonical = re.search(r"\.(\d+)\.", module), family.canonical(f"{module}.weight")
+    number = int(layer[1]) if layer else 0
+    stored = next((s for s in family.tensors if "{}" in s.name and s.name.format(number) == canonical), None)
+    if stored is None:
+        yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
         return
-    yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
+    if untargeted := [part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters]:
+        yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
+        return
+    rank = tensors[name].shape[0]
+    scale, expected = _scale(fields, module, rank), config.alpha / config.rank
+    pieces = _split(stored, adapters, tensors[name], tensors[f"{module}.lora_B.weight"], config.rank)
+    if pieces is None:
+        yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
+    elif not math.isclose(scale, expected, rel_tol=1e-6):
+        yield (
+            f"{module} has alpha / rank = {scale:.6g}, lora.alpha={config.alpha:g} makes it "
+            f"{expected:.6g}; set lora.alpha={scale * config.rank:g}"
+        )
+    else:
+        for path, value in pieces.items():
+            adapters[path][number] = value
 
 
-def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
+def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns the factor of A B in a module of theirs."""
-    patterns = about.get("alpha_pattern") or {}
-    own = [value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)]
-    alpha = own[0] if own else about.get("lora_alpha", 8)
-    return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
+    patterns = fields.get("alpha_pattern") or {}
+    matching = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    alpha = next(matching, fields.get("lora_alpha", 8))
+    return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
 # --- a layer of theirs and kernels of ours --------------------------------------------------------
@@ -197,9 +186,9 @@ def _fused(
     return np.ascontiguousarray(a), b
 
 
-def _apart(stored: Stored, ours, a: np.ndarray, b: np.ndarray, rank: int) -> dict[str, np.ndarray] | None:
+def _split(stored: Stored, ours, a: np.ndarray, b: np.ndarray, rank: int) -> dict[str, np.ndarray] | None:
     """Returns A and B of our kernels from those of a layer of theirs; None: the rank does not fit."""
-    count, found, row = len(stored.parts), {}, 0
+    count, kernels, row = len(stored.parts), {}, 0
     blocks = a.shape[0] == rank * count  # as `_fused` put them together, if nothing is off the diagonal
     if not blocks and a.shape[0] != rank:
         return None
@@ -212,6 +201,6 @@ def _apart(stored: Stored, ours, a: np.ndarray, b: np.ndarray, rank: int) -> dic
         row += size
         if blocks and np.delete(mine, np.r_[columns], axis=1).any():
             return None
-        found[paths[0]] = a[columns].T.reshape(dims[0]).astype(np.float32)
-        found[paths[1]] = mine[:, columns].T.reshape(dims[1]).astype(np.float32)
-    return found
+        kernels[paths[0]] = a[columns].T.reshape(dims[0]).astype(np.float32)
+        kernels[paths[1]] = mine[:, columns].T.reshape(dims[1]).astype(np.float32)
+    return kernels

@@ -25,8 +25,7 @@ _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
 _RUN_CLASSES = ("run-a", "run-b")
 
-# Charts below the loss: field of metrics.jsonl, title, remark, factor, unit.
-_FIELDS = (
+_FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, factor, unit
     ("tokens_per_s", "Tokens per second", "all devices", 1.0, ""),
     ("step_time_s", "Step time", "ms", 1e3, "ms"),
     ("mfu_causal", "MFU (causal)", "% of peak", 100.0, "%"),
@@ -82,11 +81,11 @@ def _headline(run: RunSummary, key: str) -> str:
 
 
 def _tiles(runs: Sequence[RunSummary]) -> str:
-    found = [figures(run) for run in runs]
+    columns = [figures(run) for run in runs]
     tiles = ""
-    for name in dict.fromkeys(name for shown in found for name in shown):
-        pairs = zip(_keys(runs), found, strict=True)
-        values = (f'<div class="value">{key}{shown.get(name, "–")}</div>' for key, shown in pairs)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        pairs = zip(_keys(runs), columns, strict=True)
+        values = (f'<div class="value">{key}{column.get(name, "–")}</div>' for key, column in pairs)
         tiles += f'<div class="tile"><div class="name">{name}</div>{"".join(values)}</div>'
     style = "tiles two" if len(runs) > 1 else "tiles"
     return f'<section class="{style}" aria-label="Key figures">{tiles}</section>'
@@ -98,13 +97,12 @@ def _tiles(runs: Sequence[RunSummary]) -> str:
 def _charts(runs: Sequence[RunSummary]) -> str:
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
-    cards = [_loss_card(runs), *(_field_card(runs, *row, from_zero=True) for row in _FIELDS)]
     extra = {field for run in runs for row in run.rows.train for field in row if "/" in field}
-    cards += [_field_card(runs, field, field, "", 1.0, "") for field in sorted(extra)]
-    note = ""
-    if not any(run.column("mfu_causal") for run in runs):
-        note = '<p class="soft">MFU: unknown, the peak of this device is not in the chip table.</p>'
-    return f'<section class="charts" aria-label="Curves">{"".join(cards)}</section>{note}'
+    rows = [*_FIELDS, *((field, field, "", 1.0, "") for field in sorted(extra))]
+    cards = _loss_card(runs) + "".join(_field_card(runs, *row) for row in rows)
+    note = '<p class="soft">MFU: unknown, the peak of this device is not in the chip table.</p>'
+    known = any(run.column("mfu_causal") for run in runs)
+    return f'<section class="charts" aria-label="Curves">{cards}</section>{"" if known else note}'
 
 
 def _loss_card(runs: Sequence[RunSummary]) -> str:
@@ -122,11 +120,11 @@ def _loss_card(runs: Sequence[RunSummary]) -> str:
     end = max((curve.x[-1] for curve in curves), default=0)
     choices = {"all": curves, "last 80 %": [_after(curve, 0.2 * end) for curve in curves]}
     picks = views = labels = ""
-    for index, (name, chosen) in enumerate(choices.items(), 1):
+    for index, (name, shown) in enumerate(choices.items(), 1):
         checked = " checked" if index == 1 else ""
         picks += f'<input class="pick" type="radio" name="view" id="pick-{index}"{checked}>'
         labels += f'<label for="pick-{index}">{name}</label>'
-        drawing = chart("Loss by step", chosen, marks=marks, size=(1160, 330))
+        drawing = chart("Loss by step", shown, marks=marks, size=(1160, 330))
         views += f'<div class="view view-{index}">{drawing}</div>'
     keys = "".join(
         f'<span class="legend"><i class="{curve.run} {curve.style}"></i>{escape(curve.name)}</span>'
@@ -156,14 +154,7 @@ def _after(curve: Curve, step: float) -> Curve:
 
 
 def _field_card(
-    runs: Sequence[RunSummary],
-    field: str,
-    title: str,
-    remark: str,
-    factor: float,
-    unit: str,
-    *,
-    from_zero: bool = False,
+    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str
 ) -> str:
     curves, last = [], ""
     for run, style, key in zip(runs, _RUN_CLASSES, _keys(runs), strict=False):
@@ -175,7 +166,7 @@ def _field_card(
     return (
         f'<div class="card"><div class="top"><h3>{escape(title)}</h3><span class="soft">{remark}</span>'
         f'<span class="soft push">last {last}</span></div>'
-        f"{chart(f'{title} by step', curves, unit=unit, from_zero=from_zero)}</div>"
+        f"{chart(f'{title} by step', curves, unit=unit, from_zero='/' not in field)}</div>"
     )
 
 
@@ -192,19 +183,17 @@ def _each(runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummar
 
 
 def _events(runs: Sequence[RunSummary]) -> str:
-    rows: list[list[str]] = []
-    alerts = set()
+    rows = []
     for run in runs:
-        begin = run.events[0]["time"] if run.events else 0.0
         for event in run.events:
             values = dict(event)
             time, name, step = values.pop("time"), values.pop("event"), values.pop("step")
-            if name in ALERTS:
-                alerts.add(len(rows))
             details = "  ".join(f"{key}={_brief(value)}" for key, value in values.items())
-            when = [_clock(datetime.fromtimestamp(time, UTC)), duration_text(time - begin)]
-            rows.append([run.name, *when, name, "" if step is None else str(step), details])
+            after = duration_text(time - run.events[0]["time"])
+            clock = _clock(datetime.fromtimestamp(time, UTC))
+            rows.append([run.name, clock, after, name, "" if step is None else str(step), details])
     head = ["run", "time (UTC)", "after", "event", "step", "details"]
+    alerts = {index for index, row in enumerate(rows) if row[3] in ALERTS}
     if len(runs) == 1:
         head, rows = head[1:], [row[1:] for row in rows]
     return _titled("Events", _table(head, rows, alert=alerts))
@@ -226,11 +215,9 @@ def _pipeline(run: RunSummary) -> str:
 
 
 def _ops(run: RunSummary) -> str:
-    rows = [
-        [op["op"], f"{100 * op['share']:.1f} %", f"{1e3 * op['seconds']:.3f}", _brief(op["count"])]
-        for op in run.ops[:15]
-    ]
-    return _table(["op", "share", "ms", "count"], rows)
+    head = ["op", "share", "ms", "count"]
+    shown = ((op["op"], op["share"], op["seconds"], op["count"]) for op in run.ops[:15])
+    return _table(head, [[op, f"{100 * s:.1f} %", f"{1e3 * t:.3f}", _brief(n)] for op, s, t, n in shown])
 
 
 def _text(text: str) -> str:
@@ -239,10 +226,10 @@ def _text(text: str) -> str:
 
 def _config(runs: Sequence[RunSummary]) -> str:
     rows = _side_by_side([run.config for run in runs])
-    head = ["field", *(run.name for run in runs)] if len(runs) > 1 else ["field", "value"]
     different = [row for row in rows if len(set(row[1:])) > 1]
-    title = "Configuration"
+    head, title = ["field", "value"], "Configuration"
     if len(runs) > 1:
+        head = ["field", *(run.name for run in runs)]
         title += f": {len(different)} difference{'' if len(different) == 1 else 's'}"
     changed = {index for index, row in enumerate(rows) if row in different}
     whole = f"<summary>All {len(rows)} fields</summary>{_table(head, rows, changed=changed)}"
@@ -250,9 +237,8 @@ def _config(runs: Sequence[RunSummary]) -> str:
 
 
 def _info(runs: Sequence[RunSummary]) -> str:
-    infos = [
-        {key: run.info[key] for key in run.info if key not in ("sharding", "timeline_svg")} for run in runs
-    ]
+    elsewhere = ("sharding", "timeline_svg")
+    infos = [{key: run.info[key] for key in run.info if key not in elsewhere} for run in runs]
     rows = _side_by_side([config.flatten(info) for info in infos])
     return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))
 

@@ -108,7 +108,7 @@ def figures(run: RunSummary) -> dict[str, str]:
         values = [value for _, value in run.column(field)]
         return show(statistics.median(values)) if values else ""
 
-    found = {
+    texts = {
         "last loss": last("loss", "{:.4f}".format),
         "best evaluation loss": f"{min(evaluated):.4f}" if evaluated else "",
         "steps": last("step", "{:,.0f}".format),
@@ -120,7 +120,7 @@ def figures(run: RunSummary) -> dict[str, str]:
         "MFU full, median": median("mfu_full", percent_text),
         "time since start": duration_text(times[-1] - times[0]) if times else "",
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _read_json(path: Path, empty: Any) -> Any:
