@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
 from jaxdist.step.state import State
+from jaxdist.storage import atomic
 from jaxdist.trainer import build, cli, run_config, validation, workdir
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
@@ -40,19 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     target = flags.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--to {target}: something is there; give a folder that is empty or not there yet")
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    to_huggingface = _to_peft if flags.adapters else _to_huggingface
+    convert = to_huggingface if flags.format == "huggingface" else _to_workdir
     try:
-        partial.mkdir(parents=True)
-        to_huggingface = _to_peft if flags.adapters else _to_huggingface
-        converted = to_huggingface if flags.format == "huggingface" else _to_workdir
-        said = converted(flags, partial)
-        os.replace(partial, target)
+        with atomic.replacing(target) as partial:
+            partial.mkdir(parents=True)
+            summary = convert(flags, partial)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NO_CHECKPOINT
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    print(f"{target}: {said}")
+    print(f"{target}: {summary}")
     return 0
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import config
-from jaxdist.checkpoint.files import write_whole
 from jaxdist.report_page import html, summary
+from jaxdist.storage import atomic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = Path(args.out) if args.out else _default_target(runs)
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, html.render(runs))
+        atomic.write_text(target, html.render(runs))
     except config.ConfigError as error:
         print(error, file=sys.stderr)
         return config.EXIT_CONFIG

@@ -26,6 +26,7 @@ from typing import Any
 from etils import epath
 
 from jaxdist.config import extras
+from jaxdist.storage import atomic
 
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
@@ -281,29 +282,7 @@ def quarantine(folder: Path, step: int, reason: str) -> Path:
     document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
     if isinstance(source, Path):
         shutil.move(source, target)  # also to another disk; first, as a full one takes no note
-    write_whole(note, json.dumps(document, indent=1) + "\n")
+    atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
     if not isinstance(source, Path):
         source.rename(target)  # last: in an object store the note is what makes the folder be
     return target
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all, and through to the disk."""
-    if not isinstance(path, Path):  # an object store: one put is atomic
-        path.write_text(text)
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ a core is hidden behind training. Files are hashed by process 0 after the commit
 what the processes wrote there; on restore the processes share the work. Without jax or a device.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -21,6 +20,8 @@ from typing import Any
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint.files import MANIFEST, CheckpointError
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest, digest_file
 
 MANIFEST_FORMAT = 1
 IDENTITY = "identity"
@@ -55,13 +56,13 @@ def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> 
     path = folders.step_path(folder, step)
     files = _hashed(path, sorted(_files(path)))
     manifest = Manifest(step, run, files, dict(fingerprints))
-    folders.write_whole(path / MANIFEST, _text(manifest))
+    atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
     return manifest
 
 
 def _text(manifest: Manifest) -> str:
     document: dict[str, Any] = {"format": MANIFEST_FORMAT, **vars(manifest)}
-    document["seal"] = hashlib.sha256(_dump(document).encode()).hexdigest()
+    document["seal"] = digest(_dump(document))
     return _dump(document)
 
 
@@ -142,12 +143,9 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _hashed(path: Path, files: Sequence[tuple[str, int]]) -> dict[str, tuple[int, str]]:
-    def digest(entry: tuple[str, int]) -> tuple[int, str]:
-        with (path / entry[0]).open("rb") as file:
-            return entry[1], hashlib.file_digest(file, "sha256").hexdigest()
-
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return dict(zip([name for name, _ in files], pool.map(digest, files), strict=True))
+        digests = pool.map(lambda file: digest_file(path / file[0]), files)
+        return {name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)}
 
 
 # --- identity -------------------------------------------------------------------------------------
@@ -161,18 +159,14 @@ def identity(folder: Path, *, create: bool) -> str | None:
     """
     try:
         name, _, check_sum = (folder / IDENTITY).read_text().strip().partition(" ")
-        if check_sum == _short_sum(name):
+        if check_sum == digest(name)[:8]:
             return name
     except (OSError, ValueError):
         pass
     name = _newest_run(folder) or (secrets.token_hex(8) if create else "")
     if create:
-        folders.write_whole(folder / IDENTITY, f"{name} {_short_sum(name)}\n")
+        atomic.write_text(folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True)
     return name or None
-
-
-def _short_sum(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _newest_run(folder: Path) -> str:

@@ -19,7 +19,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import order_key, permute
 from jaxdist.data.sources import DataConfig
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest
 
 DIGITS = "jaxdist.data.digits"
 INDEX = "sample"  # the batch entry that is made here: the global sample index

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import ConfigError
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest
 
 # Names under which published vocabularies hold the end of a document; the first one present wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")

@@ -17,6 +17,8 @@ from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest
 
 _SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
 _EVERY_ROW = slice(None)
@@ -191,7 +193,7 @@ def open_dataset(
     encoder = _open_tokenizer(configs[0], [text for text in texts if text], folder, log)
     opener = _Opener(sequence_length, vocab_size, encoder, log)
     sides = [opener.sides(*pair) for pair in zip(configs, texts, strict=True)]
-    fingerprint = tokenizer.digest(
+    fingerprint = digest(
         sequence_length, config.packing, config.validation_share, weights, *opener.fingerprints
     )
     dataset = Dataset(
@@ -311,17 +313,18 @@ def _open_tokenizer(
     if size and not kept:  # trained on what is not held out of all text sources
         share = 0 if config.validation_path else config.validation_share
         stamps = (part for corpus in texts for part in (corpus.name, corpus.stamp))
-        target = config.cache_folder() / f"tokenizer-{tokenizer.digest(name, share, *stamps)[:16]}.json"
+        target = config.cache_folder() / f"tokenizer-{digest(name, share, *stamps)[:16]}.json"
         with token_cache.one_builder(target, log):
             if not target.is_file():
                 log(f"data: training a byte-level BPE of {size} tokens -> {target}")
                 documents = [_training_texts(corpus, share) for corpus in texts]
                 bpe = extras.load(tokenizer.BPE, extra="text")
-                tokenizer.write_atomically(target, bpe.train(documents, size))
+                atomic.write_text(target, bpe.train(documents, size))
         name = str(target)
     found = tokenizer.load_tokenizer(name, folder=folder)
     if file and not kept and found.content is not None:
-        tokenizer.write_atomically(file, found.content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(file, found.content)
     return found
 
 

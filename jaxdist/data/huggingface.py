@@ -7,7 +7,7 @@ import datasets
 
 from jaxdist.config import ConfigError
 from jaxdist.data.sources import Corpus, DataConfig, Document, record_document
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
 

@@ -6,7 +6,6 @@ float32, all [B, S], of rows [B] in any order; a row number past the end gives a
 0. Every token but a stream's or document's first is a target of exactly one row.
 """
 
-import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +15,8 @@ import numpy as np
 
 from jaxdist.data.token_cache import Log, one_builder
 from jaxdist.data.token_files import TokenStore
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest
 
 Batch = dict[str, np.ndarray]
 
@@ -192,9 +192,8 @@ def open_packing(
                 return PackingPlan(**{name: kept[name] for name in PackingPlan._fields})
         except (OSError, ValueError, KeyError):  # absent or damaged
             plan = plan_packing(store, chosen, sequence_length, limit=limit)
-        part = target.with_name(f"{target.stem}.{os.getpid()}.part.npz")
-        np.savez(part, **plan._asdict())
-        part.replace(target)
+        with atomic.replacing(target) as partial, partial.open("wb") as file:
+            np.savez(file, **plan._asdict())
     return plan
 
 

@@ -20,7 +20,6 @@ file holds many (or the record's own `id`), so a corpus can be moved without cha
 
 import dataclasses
 import gzip
-import hashlib
 import importlib
 import json
 import os
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest, digest_bytes
 
 Source = Literal[
     "stdlib",
@@ -271,7 +270,7 @@ def _stdlib() -> Corpus:
     files.sort(key=lambda file: file.id)
     corpus = _corpus_of("stdlib", files, _read_text)
     # 10 MB: the contents themselves, in 20 ms.
-    stamp = hashlib.sha256(b"".join(file.path.read_bytes() for file in files)).hexdigest()
+    stamp = digest_bytes(b"".join(file.path.read_bytes() for file in files))
     summary = f"{corpus.summary}, sha256 {stamp[:12]} ({root})"
     return dataclasses.replace(corpus, stamp=stamp, summary=summary)
 

@@ -6,10 +6,8 @@ ids, a JSON text per line) and `meta.json`. The folder appears whole or not at a
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,9 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.data.sources import Corpus, Document
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
-from jaxdist.data.tokenizer import Tokenizer, digest
+from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.storage import atomic, lock
+from jaxdist.storage.digest import digest, digest_bytes
 
 _VERSION = 1  # of the layout above; part of the key
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
@@ -51,14 +51,9 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
     Raises ConfigError where files cannot be read or written, now or in the body."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{target}.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log(f"data: waiting for another process that makes {target.name}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError:
-                pass  # a file system without locks: the work may be done twice, the rename still wins
+        waiting = f"data: waiting for another process that makes {target.name}"
+        # Without locks on this file system the work may be done twice, the rename still wins.
+        with lock.exclusive(Path(f"{target}.lock"), before_wait=lambda: log(waiting)):
             yield
     except OSError as error:
         raise ConfigError(
@@ -84,20 +79,16 @@ def _load(target: Path, name: str) -> TokenStore | None:
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None:
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
     try:
-        _write(corpus, tokenizer, part, log)
-        if target.exists():  # _load refused it
-            log(f"data: {target} is damaged; made again")
-            shutil.rmtree(target)
-        part.rename(target)
+        with atomic.replacing(target) as partial:
+            partial.mkdir()
+            _write(corpus, tokenizer, partial, log)
+            if target.exists():  # _load refused it
+                log(f"data: {target} is damaged; made again")
+                shutil.rmtree(target)
     except OSError:
         if not (target / "meta.json").is_file():  # not just another process that was faster
             raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
@@ -136,7 +127,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
         "documents": len(rows),
         "tokens": int(table[:, 0].sum()),
         "max_id": max_id,
-        "fingerprint": digest(content.hexdigest(), hashlib.sha256(table.tobytes()).hexdigest()),
+        "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
     }
     (part / "meta.json").write_text(json.dumps(meta, indent=1))
     log(f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.data.sources import DataConfig, File, find_files
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest, digest_bytes
 
 BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
 _KARPATHY_MAGIC, _KARPATHY_HEADER_BYTES = 20240520, 1024
@@ -108,7 +108,7 @@ def _edges_digest(file: TokenFile) -> str:
     """Returns a digest of a file's length and its first and last MiB."""
     raw = file.tokens.view(np.uint8)
     edges = raw[:_EDGE_BYTES].tobytes() + raw[-_EDGE_BYTES:].tobytes()
-    return digest(file.count, file.tokens.dtype.str, hashlib.sha256(edges).hexdigest())
+    return digest(file.count, file.tokens.dtype.str, digest_bytes(edges))
 
 
 # --- nanoGPT .bin ---------------------------------------------------------------------------------

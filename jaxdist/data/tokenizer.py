@@ -6,8 +6,6 @@ tokenizer.json files go through the optional `tokenizers` package (bpe.py); they
 end-of-document id where the vocabulary holds one.
 """
 
-import hashlib
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,16 +97,3 @@ def bpe_size(name: str) -> int | None:
     if not re.fullmatch(r"\d+", name[4:]) or int(name[4:]) < 257:
         raise ConfigError(f"data.tokenizer={name}: required bpe:SIZE with SIZE >= 257.")
     return int(name[4:])
-
-
-def write_atomically(file: Path, content: str) -> None:
-    """Writes a text file such that readers see all of it or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    part.write_text(content, encoding="utf-8")
-    part.replace(file)
-
-
-def digest(*parts: object) -> str:
-    """Returns the sha256 of the parts' texts, as hex."""
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()

@@ -17,7 +17,7 @@ from jaxdist.data import arrays
 from jaxdist.data.arrays import INDEX, ArrayRows, Kind
 from jaxdist.data.dataset import Dataset, DatasetSplit, SourceError
 from jaxdist.data.packing import Batch
-from jaxdist.data.tokenizer import digest
+from jaxdist.storage.digest import digest
 
 Batches = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
 DEFAULT_SIZE = 32  # samples a step, where arrays are given and no size

@@ -5,12 +5,11 @@ Through the key-value store of jax's coordination service; the devices know noth
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import jax
 import jaxdist
 from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
+from jaxdist.storage.digest import digest, digest_file
 
 _WAIT_MS = 1_800_000  # for the slowest process to come so far
 _SHOWN_CHARS = 60
@@ -29,21 +29,14 @@ _numbers = itertools.count()  # the same on all processes: they ask the same que
 def code(model: type) -> dict[str, str]:
     """Returns hashes of this package's and of the model's source, and the versions that matter."""
     root = Path(jaxdist.__file__).parent
-    files = {str(path.relative_to(root)): path for path in sorted(root.rglob("*.py"))}
+    ours = (f"{path.relative_to(root)} {digest_file(path)}" for path in sorted(root.rglob("*.py")))
     source = getattr(sys.modules.get(model.__module__), "__file__", None)
     versions = {f"version of {name}": version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     return versions | {
-        "source of jaxdist": _digest((name.encode() + path.read_bytes() for name, path in files.items())),
-        f"source of {model.__module__}": _digest([Path(source).read_bytes()] if source else []),
+        "source of jaxdist": digest(*ours)[:16],
+        f"source of {model.__module__}": digest_file(Path(source))[:16] if source else "(none)",
         "version of Python": ".".join(map(str, sys.version_info[:3])),
     }
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()[:16]
 
 
 def agree(facts: Callable[[], Mapping[str, object]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import inspect
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from flax import nnx
 
 from jaxdist.config import ConfigError, suggest
+from jaxdist.storage.digest import digest
 
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
 MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}  # targets in older run folders
@@ -58,7 +58,7 @@ def find_model(target: str) -> type[nnx.Module]:
 def _module_of(file: Path) -> ModuleType:
     """Returns the module in a file, executed once; as with `python FILE`, it finds those beside it."""
     path = file.expanduser().resolve()
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{path.stem}_{digest(path)[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)

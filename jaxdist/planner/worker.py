@@ -7,7 +7,6 @@ ever made: the step is traced from shapes.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import re
@@ -25,6 +24,8 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest_bytes
 from jaxdist.trainer import build, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -69,17 +70,16 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     # This file says how results are read, so entries from before it was changed are not found.
     content = [Path(__file__).read_text(), target.text, targets.topology_options(target), mesh_ids]
     content += [sorted(request["flags"].items()), os.environ["XLA_FLAGS"], versions()]
-    key = hashlib.sha256(json.dumps(content).encode() + lowered.as_text().encode())
-    path = Path(request["cache"]) / f"{key.hexdigest()[:32]}.json.gz"
+    key = digest_bytes(json.dumps(content).encode() + lowered.as_text().encode())
+    path = Path(request["cache"]) / f"{key[:32]}.json.gz"
     cached = read_entry(path) is not None
     if not cached:
         _say(folder, f"compiling for {request['target']}")
         entry = {"mesh_ids": mesh_ids, "versions": versions()} | compile_lowered(
             lowered, request["flags"], request["platform"]
         )
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(gzip.compress(json.dumps(entry | {"log": read_log(folder)}).encode(), 4))
-        os.replace(part, path)  # another plan may write the same
+        document = json.dumps(entry | {"log": read_log(folder)}).encode()
+        atomic.write_bytes(path, gzip.compress(document, 4))  # another plan may write the same
     return {"entry": str(path), "cached": cached, "notes": notes}
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import platform
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -28,6 +25,7 @@ from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
+from jaxdist.storage import atomic, lock
 from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
@@ -78,25 +76,18 @@ def workdir_lock(folder: Path) -> Iterator[None]:
     Raises:
       ConfigError: it cannot be written, or another process holds it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "a+")
-    except OSError as error:
-        raise ConfigError(
-            f"--workdir {folder}: cannot be written ({error.strerror}); give a folder that can"
-        ) from error
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock.exclusive(folder / LOCK))
+        except lock.Locked as holder:
             raise ConfigError(
                 f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
             ) from None
-        lock.truncate(0)
-        with contextlib.suppress(OSError):  # a full disk: what matters is the lock
-            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            raise ConfigError(
+                f"--workdir {folder}: cannot be written ({error.strerror}); give a folder that can"
+            ) from error
         yield
 
 
@@ -106,13 +97,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
       ConfigError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        atomic.write_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ConfigError(
             f"{path} cannot be written ({error.strerror}); free the disk, or give another --workdir"
         ) from error

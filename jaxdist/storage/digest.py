@@ -1,0 +1,22 @@
+"""SHA-256 in hex, of what is given. Caches and checkpoints keep these, so they never change."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+
+def digest(*parts: object) -> str:
+    """Returns the digest of the parts' texts, with a NUL between them."""
+    return digest_bytes("\0".join(map(str, parts)).encode())
+
+
+def digest_bytes(data: bytes) -> str:
+    """Returns the digest of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Returns the digest of a file's content, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
