@@ -28,7 +28,7 @@ from flax import nnx
 
 from jaxdist.models import transformer
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.parallel import precision
+from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, simulate
 from jaxdist.protocols.model import BlockInfo, shared_fields
 from jaxdist.protocols.model_spec import describe
@@ -86,7 +86,7 @@ class Stage:
 
         transformer.project = original if isinstance(taps, str) else tapped
         try:
-            with precision.computing_in(self.compute):
+            with execution.activate(compute=self.compute):
                 fields = shared_fields(model, self.fields)
                 y, _ = block(x, BlockInfo(None, jnp.int32(0), fields))
         finally:

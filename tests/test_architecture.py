@@ -170,6 +170,16 @@ def test_an_optional_package_is_imported_by_one_module_at_its_top():
     assert wrapped, "no optional package is imported anywhere"
 
 
+def test_one_hidden_context():
+    calls = [
+        f"{name}:{node.lineno}"
+        for name in modules()
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("ContextVar", "local")
+    ]
+    assert [call.partition(":")[0] for call in calls] == ["parallel.execution"], calls
+
+
 def test_no_drawers():
     names = {part for name in modules() for part in name.split(".")}
     assert not names & {"utils", "util", "common", "helpers", "misc"}

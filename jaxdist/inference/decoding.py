@@ -109,7 +109,7 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
     program = partial(_generate, spec, compute)
 
     def run(*args, **sizes):
-        with execution.activate(mesh, rules), precision.computing_in(compute):
+        with execution.activate(mesh, rules, compute=compute):
             return program(*args, **sizes)
 
     whole = NamedSharding(mesh, P())

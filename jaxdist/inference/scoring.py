@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.inference.decoding import Spec, Tree, bucket, in_compute_dtype, placed
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 
 _PART = 128  # tokens a row whose logits are in memory at once
@@ -71,7 +71,7 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
     """
 
     def run(weights, inputs_BW, targets_BW):
-        with execution.activate(mesh, rules), precision.computing_in(compute):
+        with execution.activate(mesh, rules, compute=compute):
             return _score(spec, compute, weights, inputs_BW, targets_BW)
 
     whole = NamedSharding(mesh, P())

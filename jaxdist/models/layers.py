@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.parallel.execution import platform, shard
+from jaxdist.parallel import execution
+from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import BlockInfo
 
 Names = tuple[str | None, ...]
@@ -116,7 +117,7 @@ def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     TPU tiles are 128 lanes wide: cutting heads of 128 in half and putting them together takes 5 % of
     a step there. A product with a signed permutation, exact in any dtype, swaps the halves instead.
     """
-    if platform() == "tpu":
+    if execution.current().platform == "tpu":
         return _rotate_by_product(x_BSHN, cos, sin)
     R = 2 * cos.shape[-1]
     turning, rest = (x_BSHN, []) if R == x_BSHN.shape[-1] else (x_BSHN[..., :R], [x_BSHN[..., R:]])

@@ -28,7 +28,7 @@ from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.matmul import project
-from jaxdist.parallel import precision
+from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import (
     Batch,
@@ -274,7 +274,7 @@ class Transformer(nnx.Module):
         """Returns an empty cache for `length` tokens of each of `batch_size` sequences."""
         c = self.config
         dims = (c.num_layers, batch_size, length, c.num_kv_heads, c.head_dim)
-        dtype = precision.compute_dtype(self.embedding[...].dtype)
+        dtype = execution.current().compute_dtype(self.embedding[...].dtype)
         keys, values = (
             shard(jnp.zeros(dims, dtype), None, "batch", None, "kv_heads", None) for _ in range(2)
         )

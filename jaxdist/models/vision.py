@@ -25,8 +25,8 @@ from jaxdist.models.layers import (
 )
 from jaxdist.ops.attention import attention
 from jaxdist.ops.matmul import project
+from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
-from jaxdist.parallel.precision import compute_dtype
 from jaxdist.protocols.model import Batch, BlockInfo, Loss, run_blocks, shared_fields, stack, staged_loss
 
 
@@ -137,7 +137,7 @@ class VisionTransformer(nnx.Module):
         side, p = c.image_size // c.patch_size, c.patch_size
         patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
         patches = patches.reshape(len(image), side * side, -1)
-        (x,) = project(patches.astype(compute_dtype(self.patch[...].dtype)), self.patch)
+        (x,) = project(patches.astype(execution.current().compute_dtype(self.patch[...].dtype)), self.patch)
         x = biased(x, self.patch_bias)
         if c.pooling == "token":
             token = jnp.broadcast_to(expand_leading(self.class_token[...], x), (len(image), 1, c.d_model))

@@ -104,7 +104,7 @@ def _check(
 
 
 def _implementation(q_BSHN: jax.Array, options: _Options) -> str:
-    platform = execution.platform()
+    platform = execution.current().platform
     if platform == "tpu":
         return "splash"
     if platform != "gpu":
@@ -128,10 +128,9 @@ def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array) -> jax.Array:
 
     With tensor=8 and 4 kv heads every one is held twice, so that 8 devices have one each.
     """
-    now = execution.active()
+    shards = execution.current().axis_size("tensor")
     H, K = q_BSHN.shape[2], k_BSKN.shape[2]
-    shards = 1 if now is None else now.rules.shape.sizes["tensor"]
-    if now is None or K % shards == 0 or H % shards:
+    if K % shards == 0 or H % shards:
         return k_BSKN
     copies = math.lcm(K, shards) // K
     copies = copies if H % (K * copies) == 0 else H // K
@@ -149,8 +148,8 @@ def _per_device(
 
     The partitioner can't look into a kernel: without this it would gather all of q, k and v.
     """
-    now = execution.active()
-    if now is None:
+    now = execution.current()
+    if now.mesh is None:
         return kernel(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
     q_spec = now.rules.activation(("batch", None, "heads", None), q_BSHN.shape)
     kv_spec = now.rules.activation(("batch", None, "kv_heads", None), k_BSKN.shape)

@@ -58,7 +58,7 @@ def cross_entropy(
     """
     shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
     names = getattr(head, "logical", ())
-    axis = execution.vocabulary_axis(names)
+    axis = execution.current().vocabulary_axis(names)
     options = LossOptions(names, tied, z_loss, softcap, shards, chunk, axis)
     x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
@@ -70,8 +70,7 @@ def cross_entropy(
 def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
     """Returns the number of batch shards, the length of a chunk, and what the last one lacks."""
     batch, length = dims[0], dims[1]
-    now = execution.active()
-    shards = now.rules.shape.batch_shards if now else 1
+    shards = execution.current().rules.shape.batch_shards
     shards = shards if batch % shards == 0 else 1
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
@@ -115,7 +114,7 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
     gradient = execution.scatter(dhead.sum(0) if group else dhead, options.names)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
-    if execution.platform() == "tpu":
+    if execution.current().platform == "tpu":
         # Left to the scheduler, the sum over devices comes last: a whole head stays until then.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
     return (loss, z), (dx, gradient)
@@ -178,7 +177,7 @@ def _target_logits(logits, targets, options: LossOptions):
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
     hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    if not execution.in_stage():
+    if not execution.current().stage:
         return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
     # Not by index: XLA's partitioner cannot split a gather inside a stage.
     return _over_parts(_sum, jnp.where(hit, logits, 0).sum(-1), options), hit

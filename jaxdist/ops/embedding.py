@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution
 
 Names = tuple[str | None, ...]
 
@@ -22,17 +22,17 @@ Names = tuple[str | None, ...]
 def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
     """Returns the rows [B, S, D] of the table [V, D] at integer indices, in the compute dtype."""
     kernel = table[...]
-    dtype = precision.compute_dtype(kernel.dtype)
+    dtype = execution.current().compute_dtype(kernel.dtype)
     return _embed(kernel, indices_BS, getattr(table, "logical", ()), dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _embed(table, indices, names: Names, dtype):
-    indices, by_width = _by_width(indices, names, execution.stored_by_fsdp)
+    indices, by_width = _by_width(indices, names, zero=3)
     local, own = _own_part(indices, table, names)
     table = _unsplit(table, by_width)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
-    axis = execution.vocabulary_axis(names)
+    axis = execution.current().vocabulary_axis(names)
     if own is not None and axis is not None:
         rows = execution.sum_over(axis, jnp.where(own[..., None], rows, 0))
     return execution.shard(rows, "batch_of_group", None, "width") if by_width else rows
@@ -44,7 +44,7 @@ def _forward(table, indices, names, dtype):
 
 def _backward(names, dtype, residuals, dx):
     table, indices = residuals
-    indices, by_width = _by_width(indices, names, execution.gradient_by_fsdp)
+    indices, by_width = _by_width(indices, names, zero=2)
     dx = execution.shard(dx, "batch_of_group", None, "width") if by_width else dx
     local, own = _own_part(indices, table, names)
     dx = dx.astype(jnp.float32) if own is None else jnp.where(own[..., None], dx, 0).astype(jnp.float32)
@@ -62,14 +62,14 @@ def _unsplit(table, by_width: bool):
     XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits inside a stage.
     Outside a pipeline the table is returned as it is.
     """
-    if not execution.in_stage():
+    if not execution.current().stage:
         return table
     return execution.shard(table, None, "width" if by_width else None)
 
 
 def _own_part(indices, table, names: Names):
     """Returns indices into this stage's part of the table, and which of them are in it (None: all)."""
-    axis = execution.vocabulary_axis(names)
+    axis = execution.current().vocabulary_axis(names)
     if axis is None:
         return indices, None
     local = indices - jax.lax.axis_index(axis) * table.shape[0]
@@ -77,8 +77,8 @@ def _own_part(indices, table, names: Names):
     return jnp.where(own, local, 0), own
 
 
-def _by_width(indices, names: Names, is_split):
+def _by_width(indices, names: Names, *, zero: int):
     """Returns the indices where they are needed, and whether the table is split by width."""
-    if not is_split(names):
+    if not execution.current().splits_width(names, zero=zero):
         return indices, False
     return execution.shard(indices, "batch_of_group", None), True

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel import execution, precision, sharding
+from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.mesh import BATCH_AXES
 
 Names = tuple[str | None, ...]
@@ -94,7 +94,7 @@ def _backward(names, contract, residuals, cotangents):
             gradients.append(None)
             continue
         gradient = _kernel_gradient(x, dy, kernel, name, contract)
-        if _keeps_dims() and execution.axis_size("tensor") == 1:
+        if _keeps_dims() and execution.current().axis_size("tensor") == 1:
             # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
             # (A tensor shard's are small, and there the compiler recomputes less under a fixed order.)
             gradient, cotangents = jax.lax.optimization_barrier((gradient, tuple(cotangents)))
@@ -147,13 +147,13 @@ def _merged(columns: Sequence[jax.Array], matrices: Sequence[jax.Array], parts: 
 
 def _parts(kernels, contract: int) -> int:
     """Returns the number of tensor shards if it divides the first output dim of every kernel."""
-    size = execution.axis_size("tensor")
+    size = execution.current().axis_size("tensor")
     return size if all(kernel.shape[contract] % size == 0 for kernel in kernels) else 1
 
 
 def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
     """Returns the gradient of one kernel, summed on the device and, in `precision.reduce`, across them."""
-    dtype = precision.reduce_dtype()
+    dtype = jnp.dtype(execution.current().reduce)
     if _keeps_dims():
         lead = tuple(range(x.ndim - contract))
         product = partial(jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype)
@@ -182,9 +182,9 @@ def _summed_in_shards(
       x, dy: [batch, sequence, *K] and [batch, sequence, *out] for a parameter [*K, *out].
       contract: the number of dims in K.
     """
-    now, lead = execution.active(), x.ndim - contract
+    now, lead = execution.current(), x.ndim - contract
     dims = (*x.shape[lead:], *dy.shape[lead:])
-    if now is None:
+    if now.mesh is None:
         return product(x, dy)
     rows = now.rules.activation(("batch", "sequence", *(None,) * lead)[:lead], x.shape[:lead])
     axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
@@ -213,7 +213,7 @@ def _summed_in_shards(
 
 
 def _keeps_dims() -> bool:
-    return execution.platform() == "tpu"
+    return execution.current().platform == "tpu"
 
 
 def _rows(x: jax.Array, trailing: int) -> jax.Array:
@@ -222,7 +222,7 @@ def _rows(x: jax.Array, trailing: int) -> jax.Array:
     Where devices share out the sequence, merging it with the batch would shuffle samples about.
     """
     columns = math.prod(x.shape[x.ndim - trailing :])
-    if execution.sequence_is_split():
+    if execution.current().sequence_is_split:
         return x.reshape(*x.shape[: x.ndim - trailing], columns)
     return x.reshape(-1, columns)
 

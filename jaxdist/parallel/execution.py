@@ -1,10 +1,14 @@
-"""What a program that is traced sees of the mesh: the sharding constraints that ops and models ask for."""
+"""What a program that is traced runs under: mesh, rules and dtypes, and the constraints that follow.
+
+A model is single-device code: outside `activate` nothing is constrained and parameters keep their dtype.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,67 +17,114 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
+ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
+
 
 @dataclass(frozen=True)
-class Active:
-    """The mesh and rules in force while a program is traced."""
+class Execution:
+    """The mesh, rules and dtypes in force while a program is traced."""
 
-    mesh: Mesh
-    rules: Rules
-    in_stage: bool = False  # inside shard_map over pipeline: arrays are the stage's part
+    mesh: Mesh | None = None  # None: one device, nothing is constrained
+    rules: Rules = ONE_DEVICE
+    compute: str | None = None  # dtype of matrix products and activations; None: that of the parameters
+    reduce: str = "float32"  # dtype in which kernels' gradients leave their product and cross devices
+    stage: bool = False  # inside shard_map over pipeline: arrays are the stage's part
+
+    @property
+    def platform(self) -> str:
+        """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the host's)."""
+        name = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
+        return "gpu" if name in ("cuda", "rocm") else name
+
+    @property
+    def sequence_is_split(self) -> bool:
+        """Returns whether devices share out the sequence, in the layers or between them."""
+        return self.rules.sequence_parallel or self.axis_size("context") > 1
+
+    def axis_size(self, axis: str) -> int:
+        """Returns the size of a mesh axis; 1 for `pipeline` inside a stage."""
+        return self.rules.shape.sizes[axis]
+
+    def compute_dtype(self, default: jnp.dtype) -> jnp.dtype:
+        """Returns the compute dtype, or the default (a parameter's own) where none is set."""
+        return jnp.dtype(self.compute or default)
+
+    def vocabulary_axis(self, names: Names) -> str | None:
+        """Returns the manual mesh axis that a table's vocabulary is split over, if any."""
+        split = self.stage and self.rules.vocab_over_stages and "vocab" in names
+        return "pipeline" if split else None
+
+    def splits_width(self, names: Names, *, zero: int) -> bool:
+        """Returns whether fsdp splits a table by width (zero=3), or its gradient (zero=2)."""
+        return self.rules.zero >= zero and FSDP_NAME in names and self.axis_size("fsdp") > 1
+
+    def stored_in_shards(self, names: Names, dims: Sequence[int]) -> bool:
+        """Returns whether a parameter must be gathered before it is computed with."""
+        return self.rules.stored(names, dims) != self.rules.computed(names, dims)
 
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
+        """Returns x constrained to a spec; unchanged on one device."""
+        if self.mesh is None:
+            return x
         # Inside a stage the mesh in force is the one that shard_map made: a bare spec means it.
-        where = spec if self.in_stage else NamedSharding(self.mesh, spec)
-        return jax.lax.with_sharding_constraint(x, where)
+        return jax.lax.with_sharding_constraint(x, spec if self.stage else NamedSharding(self.mesh, spec))
+
+    def lay_out(self, x: jax.Array, use: Callable[[Rules, Names, Sequence[int]], P], names: Names):
+        """Returns x constrained as a use of it is, for example `Rules.gradient`; unchanged on one device."""
+        return x if self.mesh is None else self.constrain(x, use(self.rules, names, x.shape))
 
     def manual_region(self) -> dict[str, Any]:
         """Returns the arguments of `shard_map` for a region that is manual over all that is not yet."""
-        if not self.in_stage:
+        if self.mesh is None or not self.stage:
             return {"mesh": self.mesh}
         return {"axis_names": set(self.mesh.axis_names) - {"pipeline"}}
 
 
-_active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active", default=None)
+_current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
 
 
-def active() -> Active | None:
-    """Returns the mesh and rules in force, or None (single-device code)."""
-    return _active.get()
+def current() -> Execution:
+    """Returns what is in force; outside a step, one device and the parameters' own dtypes."""
+    return _current.get()
 
 
 @contextlib.contextmanager
-def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Makes `shard`, `gather` and the ops that ask `active()` work for what is traced inside."""
+def activate(
+    mesh: Mesh | None = None,
+    rules: Rules = ONE_DEVICE,
+    *,
+    compute: str | None = None,
+    reduce: str = "float32",
+) -> Iterator[None]:
+    """Makes models and ops that are traced inside see the mesh, the rules and the dtypes."""
     # One device needs no constraints, unless it is compiled for from another platform: ops ask the
     # mesh which kernels they may use.
-    foreign = mesh.devices.flat[0].platform != jax.default_backend()
-    token = _active.set(Active(mesh, rules) if mesh.size > 1 or foreign else None)
-    try:
+    if mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == jax.default_backend():
+        mesh, rules = None, ONE_DEVICE
+    with _entered(Execution(mesh, rules, compute, reduce)):
         yield
-    finally:
-        _active.reset(token)
 
 
 @contextlib.contextmanager
 def inside_stage() -> Iterator[None]:
     """Makes what is traced inside see a pipeline stage's part of all arrays."""
-    now = active()
-    assert now is not None, "a pipeline runs inside a step"
-    token = _active.set(Active(now.mesh, now.rules.inside_stage(), in_stage=True))
+    now = current()
+    assert now.mesh is not None, "a pipeline runs inside a step"
+    with _entered(dataclasses.replace(now, rules=now.rules.inside_stage(), stage=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _entered(execution: Execution) -> Iterator[None]:
+    token = _current.set(execution)
     try:
         yield
     finally:
-        _active.reset(token)
-
-
-def in_stage() -> bool:
-    """Returns whether what is traced runs inside a pipeline stage."""
-    now = active()
-    return now is not None and now.in_stage
+        _current.reset(token)
 
 
 def sum_over(axis: str, x: jax.Array) -> jax.Array:
@@ -82,23 +133,8 @@ def sum_over(axis: str, x: jax.Array) -> jax.Array:
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over some axes
     only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
-    now = active()
-    wide = now is not None and now.mesh.devices.flat[0].platform == "cpu"
+    wide = current().platform == "cpu"
     return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype) if wide else jax.lax.psum(x, axis)
-
-
-def vocabulary_axis(names: Names) -> str | None:
-    """Returns the manual mesh axis that a table's vocabulary is split over here, if any."""
-    now = active()
-    split = now is not None and now.in_stage and now.rules.vocab_over_stages and "vocab" in names
-    return "pipeline" if split else None
-
-
-def platform() -> str:
-    """Returns "tpu", "gpu" or "cpu": of the mesh in force (ahead of time it is not the host's)."""
-    now = active()
-    name = jax.default_backend() if now is None else now.mesh.devices.flat[0].platform
-    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
@@ -107,8 +143,7 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     Left alone, the partitioner lays out activations by the parameters it meets, which costs several
     times the time and memory; naming the residual stream, heads, hidden and logits prevents it.
     """
-    now = active()
-    return x if now is None else now.constrain(x, now.rules.activation(names, x.shape))
+    return current().lay_out(x, Rules.activation, names)
 
 
 def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
@@ -116,45 +151,12 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
 
     The cast is held to the shards, or the partitioner gathers first: twice the bytes for bfloat16.
     """
-    now, used = active(), kernel.astype(dtype)
-    if now is None:
-        return used
+    now, used = current(), kernel.astype(dtype)
     if used.dtype != kernel.dtype:
-        used = now.constrain(used, now.rules.stored(names, kernel.shape))
-    return now.constrain(used, now.rules.computed(names, kernel.shape))
+        used = now.lay_out(used, Rules.stored, names)
+    return now.lay_out(used, Rules.computed, names)
 
 
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:
     """Returns a parameter's gradient laid out as gradients are (reduce-scattered for ZeRO 2, 3)."""
-    now = active()
-    return gradient if now is None else now.constrain(gradient, now.rules.gradient(names, gradient.shape))
-
-
-def stored_in_shards(names: Names, dims: Sequence[int]) -> bool:
-    """Returns whether a parameter must be gathered before it is computed with."""
-    now = active()
-    return now is not None and now.rules.stored(names, dims) != now.rules.computed(names, dims)
-
-
-def stored_by_fsdp(names: Names) -> bool:
-    """Returns whether a table with these names lies split by width over fsdp."""
-    now = active()
-    return now is not None and now.rules.zero >= 3 and FSDP_NAME in names and axis_size("fsdp") > 1
-
-
-def gradient_by_fsdp(names: Names) -> bool:
-    """Returns whether the gradient of a table with these names is split by width over fsdp."""
-    now = active()
-    return now is not None and now.rules.zero >= 2 and FSDP_NAME in names and axis_size("fsdp") > 1
-
-
-def sequence_is_split() -> bool:
-    """Returns whether devices share out the sequence, in the layers or between them."""
-    now = active()
-    return now is not None and (now.rules.sequence_parallel or axis_size("context") > 1)
-
-
-def axis_size(axis: str) -> int:
-    """Returns the size of a mesh axis in the step being traced; 1 outside."""
-    now = active()
-    return 1 if now is None else now.rules.shape.sizes[axis]
+    return current().lay_out(gradient, Rules.gradient, names)

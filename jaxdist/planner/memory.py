@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.optim import optimizers
-from jaxdist.parallel import precision, remat
+from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.planner.targets import Target
@@ -315,7 +315,7 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
         kept = remat.rematerialised(block, policy)
         return jax.tree.leaves(jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1])
 
-    with precision.computing_in(run.precision.compute):
+    with execution.activate(compute=run.precision.compute):
         fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
         x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
         return tuple(jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals))

@@ -38,17 +38,16 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, LossAndState)`.
 
     Args:
-      compute: dtype of matrix products and activations.
+      compute: dtype of matrix products and activations; `execution.activate` is told the same.
       remat: policy for the blocks of a staged model; a model without blocks is not touched.
     """
 
     def objective(trainable, model_state, frozen, batch, key):
-        with precision.computing_in(compute):
-            model = _assembled(spec, compute, trainable, model_state, frozen, _own_key(spec, batch, key))
-            if spec.staged:
-                loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
-            else:
-                loss = as_loss(model.loss(batch, key), batch)
+        model = _assembled(spec, compute, trainable, model_state, frozen, _own_key(spec, batch, key))
+        if spec.staged:
+            loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
+        else:
+            loss = as_loss(model.loss(batch, key), batch)
         after = spec.state_of(model) if model_state else model_state
         return loss.sum + sum(loss.aux.values()), LossAndState(loss, after)
 
@@ -101,10 +100,9 @@ def build_pipelined(
         parts = {name: split(value, microbatches) for name, value in batch.items()}
         held = {"model_state": model_state, "frozen": frozen}
         held_names = {"model_state": spec.state_names, "frozen": spec.with_stack_names(spec.frozen_names)}
-        with precision.computing_in(compute):
-            sums, loss = pipeline_sums(
-                pipeline, trainable, held, parts, key, spec.stacked_names, held_names, backward=backward
-            )
+        sums, loss = pipeline_sums(
+            pipeline, trainable, held, parts, key, spec.stacked_names, held_names, backward=backward
+        )
         return sums, LossAndState(loss, model_state)
 
     return pipelined
@@ -116,8 +114,8 @@ def _with_whole_edges(tree: Tree) -> Tree:
     XLA's partitioner aborts on an index into a table that devices of a stage share out ("Check failed:
     partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
     """
-    now = execution.active()
-    if now is None or not now.in_stage:
+    now = execution.current()
+    if not now.stage:
         return tree
     whole = jax.sharding.PartitionSpec()
     return {

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import Schedule
-from jaxdist.parallel import execution, placement, precision
+from jaxdist.parallel import execution, placement
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
@@ -100,7 +100,7 @@ def build_train_step(
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         if found := model_checks.check_model(flat, batch, accumulation=config.accumulation, stages=stages):
             raise ConfigError(found)
-        with execution.activate(mesh, rules), precision.reducing_in(config.reduce):
+        with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
                 objective,
@@ -123,7 +123,7 @@ def build_train_step(
         return after, metrics
 
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with execution.activate(mesh, rules):
+        with execution.activate(mesh, rules, compute=config.compute):
             weights = state.trainable if state.ema is None else state.ema
             loss = scored(weights, state.model_state, state.frozen, batch, None)[1].loss
         return loss.sum, loss.count

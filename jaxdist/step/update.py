@@ -14,6 +14,7 @@ from jaxdist.optim.optimizers import build_optimizer
 from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.gradients import Sums
@@ -56,7 +57,7 @@ def apply_update(state, found, batch, rule: UpdateRule, config, spec) -> tuple[S
     good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
     skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
     trainable = where_finite(good, trainable, state.trainable)
-    good = after_params_updated(good, trainable) if execution.active() else good
+    good = after_params_updated(good, trainable) if execution.current().mesh else good
 
     metrics = {
         "loss": loss.sum / count,
@@ -127,10 +128,8 @@ def _unit_rate(_: Any) -> jax.Array:
 
 def _as_state(tree: Tree, names: Tree) -> Tree:
     """Returns the tree laid out as optimizer state: each shard updates its own part."""
-    now = execution.active()
-    if now is None:
-        return tree
+    now = execution.current()
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     leaves, structure = jax.tree.flatten(tree)
-    out = [now.constrain(x, now.rules.state(n, x.shape)) for x, n in zip(leaves, known, strict=True)]
+    out = [now.lay_out(x, Rules.state, n) for x, n in zip(leaves, known, strict=True)]
     return jax.tree.unflatten(structure, out)

@@ -22,6 +22,7 @@ from jaxdist.data import Dataset
 from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.optim.roles import role_of
+from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
@@ -248,7 +249,9 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     batch = batch_shapes(run, 1)
     objective = build_objective(spec, compute=run.precision.compute, remat="none")
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
-    counted = 3 * jaxpr_flops(forward(spec.trainable, spec.model_state, spec.frozen, batch)).total / length
+    with execution.activate(compute=run.precision.compute):
+        program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
+    counted = 3 * jaxpr_flops(program).total / length
     return {"causal": counted, "full": counted}
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.parallel import precision
+from jaxdist.parallel import execution
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import pattern_of, run_blocks, scan_layers, shared_fields
 from jaxdist.step.train_step import StepConfig
@@ -246,7 +246,7 @@ def test_a_pattern_changes_nothing_about_rematerialisation(policy):
 def test_embeddings_are_scaled_in_their_own_dtype():
     model = model_of(FAMILIES["gemma 2"])
     batch = batch_of(FAMILIES["gemma 2"])
-    with precision.computing_in("bfloat16"):
+    with execution.activate(compute="bfloat16"):
         found = model.embed(batch)
     scale = jnp.bfloat16(32**0.5)
     assert found.dtype == jnp.bfloat16 and float(scale) != np.float32(32**0.5)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.matmul import project
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution
 from jaxdist.telemetry import hlo
 from support.models import MIXED, ONE, Layout, rules_and_mesh, worst
 from support.programs import buffer_shapes, collectives
@@ -124,7 +124,7 @@ def _projected_plainly(p, x):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_project_equals_einsum_and_its_gradients(layout, platform, monkeypatch):
-    monkeypatch.setattr(execution, "platform", lambda: platform)  # run what is written for a TPU
+    monkeypatch.setattr(execution.Execution, "platform", platform)  # run what is written for a TPU
     kernels = ["gate", "up", "query", "out", "down"]
     compare(_projected, _projected_plainly, layout, kernels, arrays()["x"])
 
@@ -142,7 +142,7 @@ def test_projects_gradients_are_float32_whatever_the_activations():
     exact = np.broadcast_to(np.asarray(x, np.float64).sum((0, 1))[:, None], kernel.shape)
     # A sum of 96 bfloat16 values, exact in float32 but not in bfloat16 (8 bits).
     assert np.abs(exact).max() > 1 and worst(dkernel, exact) < 1e-6
-    with precision.reducing_in("bfloat16"):
+    with execution.activate(reduce="bfloat16"):
         rounded = jax.grad(loss)(kernel, x)
     assert rounded.dtype == jnp.float32 and 1e-4 < worst(rounded, exact) < 1e-2
 
@@ -170,7 +170,7 @@ def test_embeds_gradient_adds_up_in_float32():
     indices = np.zeros((4, 1024), np.int32)
 
     def loss(table):
-        with precision.computing_in("bfloat16"):
+        with execution.activate(compute="bfloat16"):
             rows = embed(nnx.Param(table, logical=NAMES["table"]), indices)
         assert rows.dtype == jnp.bfloat16
         return rows.astype(jnp.float32).sum()

@@ -98,7 +98,7 @@ def pipeline_sums(
 ) -> tuple[Tree, Loss]:
     """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
 
-    Must be traced inside `sharding.activate`.
+    Must be traced inside `execution.activate`.
 
     Args:
       trainable: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
@@ -106,8 +106,6 @@ def pipeline_sums(
       names, held_names: logical names, like trainable and held.
       backward: False leaves the backward pass out; the gradients are then None.
     """
-    now = execution.active()
-    assert now is not None, "the executor runs inside a step"
     specs, held_specs = (
         jax.tree.map(_manual_spec, *pair) for pair in ((trainable, names), (held, held_names))
     )
@@ -116,7 +114,7 @@ def pipeline_sums(
     out = (specs if backward else P(), P())
     run = jax.shard_map(
         partial(_run, pipeline, names, held_names, backward),
-        mesh=now.mesh,
+        mesh=execution.current().mesh,
         in_specs=(specs, held_specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
         out_specs=out,
         axis_names={AXIS},
@@ -127,9 +125,7 @@ def pipeline_sums(
 
 def _manual_spec(leaf, names) -> P:
     """Returns how pipeline splits a parameter: blocks by stage, tables by vocabulary."""
-    now = execution.active()
-    assert now is not None, "the executor runs inside a step"
-    stored = now.rules.stored(names, leaf.shape)
+    stored = execution.current().rules.stored(names, leaf.shape)
     return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution
 from jaxdist.protocols import param_names
 
 Tree = Any
@@ -55,7 +55,7 @@ def own_names(names):
 
 def gathered(leaf: jax.Array, names) -> jax.Array:
     """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
-    own = own_names(names)
-    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and execution.stored_in_shards(own, leaf.shape)):
+    own, now = own_names(names), execution.current()
+    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and now.stored_in_shards(own, leaf.shape)):
         return leaf
-    return execution.gather(leaf, own, precision.compute_dtype(leaf.dtype))
+    return execution.gather(leaf, own, now.compute_dtype(leaf.dtype))
