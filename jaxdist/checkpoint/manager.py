@@ -376,8 +376,12 @@ class CheckpointManager:
             return None, reason
         assert info is not None
         try:
-            path = folders.step_path(self.folder, step)
-            arrays = self._backend.read(path, state_dict.to_canonical(abstract_state))
+            wanted = state_dict.to_canonical(abstract_state)
+            for name in () if partial else state_dict.RETIRED:
+                if stored := info.arrays.get(name):
+                    where = wanted["step"].sharding
+                    wanted[name] = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=where)
+            arrays = self._backend.read(folders.step_path(self.folder, step), wanted)
             restored = Restored(state_dict.from_canonical(arrays, abstract_state), info.metadata)
         except Exception as error:  # Orbax and TensorStore raise many types for the same damage
             reason = _short(error)
@@ -386,6 +390,7 @@ class CheckpointManager:
         found = fingerprint.of(arrays)
         if changed := [name for name in found if found[name] != manifest.fingerprints.get(name)]:
             return None, f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
+        state_dict.check_retired(arrays)
         return restored, ""
 
     def _checked(self, step: int) -> tuple[Manifest | None, str]:

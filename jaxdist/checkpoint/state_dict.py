@@ -25,6 +25,10 @@ from jaxdist.config import trees
 _WRAPPERS = ("inner_state", "inner_states", "base_optimizer_state")
 _UNNAMED = "value"  # the first part of an array that sits directly in a sequence
 
+# Scalars of older checkpoints: the schedule's position, and by how much a step moved it. train.max_minutes
+# could hurry the schedule; where it did not, the position is `step`, and nothing is lost without them.
+_POSITION, _PACE = RETIRED = ("opt_state/clock", "opt_state/pace")
+
 _Path = tuple[str, ...]
 
 
@@ -68,11 +72,11 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
 def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False) -> None:
     """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the state.
 
-    With `partial` more may be stored than the state has.
+    With `partial` more may be stored than the state has; `RETIRED` scalars may always be.
     """
     wanted = describe(to_canonical(abstract_state))
     faults = [f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored]
-    extra = [] if partial else [name for name in stored if name not in wanted]
+    extra = [] if partial else [name for name in stored if name not in wanted and name not in RETIRED]
     faults += [f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra]
     faults += [
         f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
@@ -81,6 +85,20 @@ def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool
     ]
     if faults:
         raise LayoutError(faults)
+
+
+def check_retired(arrays: Mapping[str, Any]) -> None:
+    """Raise LayoutError if `RETIRED` scalars say more than `step` does: the run's schedule was hurried."""
+    if _PACE not in arrays:
+        return
+    step, position, pace = (arrays[name].item() for name in ("step", _POSITION, _PACE))
+    if (position, pace) != (step, 1):
+        fault = (
+            f"after step {step} the schedule is at {position:g} and moves by {pace:g} a step, because "
+            f"train.max_minutes hurried it; a schedule follows the step alone now: continue this run with the "
+            f"version of jaxdist that wrote it, or start another one from its weights (init.from_run)"
+        )
+        raise LayoutError([fault])
 
 
 def _info(leaf: Any) -> ArrayInfo:

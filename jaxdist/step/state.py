@@ -24,9 +24,7 @@ Metrics = dict[str, jax.Array]
 
 
 class OptState(NamedTuple):
-    """The optimizer's state, and where the run stands in its schedule."""
+    """The optimizer's state; the position in its schedule is `State.step`."""
 
     optimizer: Tree
     skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
-    clock: jax.Array  # float32, position in the schedule; equals the step at pace 1
-    pace: jax.Array  # float32, clock per step; above 1 when the run must end by a time

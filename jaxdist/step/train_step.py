@@ -176,8 +176,7 @@ def _fresh_state(
         jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree) for tree in (trainable, frozen)
     )
     ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
-    start = (jnp.int32(0), jnp.float32(0), jnp.float32(1))
-    opt_state = OptState(transform.init(trainable), *start)
+    opt_state = OptState(transform.init(trainable), jnp.int32(0))
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
 
 

@@ -18,7 +18,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.gradients import Sums
-from jaxdist.step.state import Metrics, State
+from jaxdist.step.state import Metrics, OptState, State
 
 
 class UpdateRule(NamedTuple):
@@ -46,8 +46,8 @@ def apply_update(state, found, batch, rule: UpdateRule, config, spec) -> tuple[S
     scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
     gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.stacked_names)
     updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
-    # The rate is applied here, by the schedule's clock: a skipped or hurried step stays in time.
-    rate = schedule(state.opt_state.clock) if schedule else None
+    # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
+    rate = schedule(state.step) if schedule else None
     updates = _as_state(updates, spec.stacked_names)
     updates = jax.tree.map(lambda u: u * rate, updates) if schedule else updates
     trainable = optax.apply_updates(state.trainable, updates)
@@ -74,11 +74,7 @@ def apply_update(state, found, batch, rule: UpdateRule, config, spec) -> tuple[S
         trainable,
         state.frozen,
         where_finite(good, found.model_state, state.model_state),
-        state.opt_state._replace(
-            optimizer=where_finite(good, new, state.opt_state.optimizer),
-            skipped=skipped,
-            clock=state.opt_state.clock + state.opt_state.pace,
-        ),
+        OptState(where_finite(good, new, state.opt_state.optimizer), skipped),
         where_finite(good, ema, state.ema),
     )
     return after, metrics

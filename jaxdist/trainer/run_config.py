@@ -38,7 +38,7 @@ class TrainConfig:
     """How long to train and how often to look."""
 
     steps: int = 1000  # optimizer updates, >= 1
-    max_minutes: float = 0.0  # minutes of training after which run and decay end; 0 = no end
+    max_minutes: float = 0.0  # minutes of training after which the run stops; 0 = no end
     log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
     eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
     ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
@@ -113,6 +113,7 @@ HARMLESS = (
     "train.eval_every",
     "train.sample_*",
     "train.tensorboard",
+    "train.max_minutes",
     "data.cache_dir",
     "data.prefetch",
     "data.validation_tokens",
@@ -124,7 +125,7 @@ def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
     """Returns the patterns of keys whose change leaves the losses what they are."""
     if schedules.depends_on_train_steps(run.optimizer):
         return HARMLESS
-    return (*HARMLESS, "train.steps", "train.max_minutes")
+    return (*HARMLESS, "train.steps")
 
 
 def run_fingerprint(run: RunConfig) -> str:

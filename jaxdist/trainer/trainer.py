@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxdist import config as configs
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -273,7 +272,6 @@ class Session:
                     self._pause(state, number, ended=number == last)
                 if stop.reached() or self._time_is_up(number):
                     break
-                state = self._hurried(state, number)
             self._settle(loader)
             self._pause(state, self.progress.step, ended=True, stopped=stop.asked)
         return state
@@ -462,22 +460,8 @@ class Session:
         return self.progress.elapsed_s + time.monotonic() - window.began - window.aside_s
 
     def _time_is_up(self, number: int) -> bool:
-        """Returns whether the run's time or its schedule has ended; all processes agree."""
+        """Returns whether the run's time is over; all processes agree."""
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
         return coordination.broadcast_scalar(self._elapsed_s() >= 60 * minutes)
-
-    def _hurried(self, state: State, number: int) -> State:
-        """Returns the state with its schedule's pace set so that it ends with the time."""
-        train = self.config.train
-        if not train.max_minutes or number % train.log_every or number < 2 * train.log_every:
-            return state
-        clock, pace = (float(x) for x in (state.opt_state.clock, state.opt_state.pace))
-        per_step = self._elapsed_s() / number
-        steps_left = max((60 * train.max_minutes - self._elapsed_s()) / per_step, 1.0)
-        wanted = coordination.broadcast_scalar(max((train.steps - clock) / steps_left, 1.0))
-        if wanted == pace:
-            return state
-        new = jax.device_put(np.float32(wanted), state.opt_state.pace.sharding)
-        return state._replace(opt_state=state.opt_state._replace(pace=new))

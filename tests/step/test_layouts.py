@@ -240,7 +240,7 @@ def test_zero_stages_hold_what_the_formula_says(zero):
     program = deep(layout=layout)
     batch = 4 * (4 * B * S + B) // 8
     counters = program.memory.argument_size_in_bytes - state_bytes(layout, DEEP) - batch
-    assert 0 < counters <= 64  # step, clock and the like
+    assert 0 < counters <= 64  # step and the like
 
 
 def test_gradients_are_sharded_from_stage_2_on():

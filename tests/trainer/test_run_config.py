@@ -98,6 +98,7 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
         ("train.log_every=7", True),
         ("train.eval_every=7", True),
         ("checkpoint.keep_last=7", True),
+        ("train.max_minutes=7", True),
         ("train.steps=2001", False),  # quickstart's decay ends with it
         ("batch.global_size=8", False),
         ("seed=1", False),
