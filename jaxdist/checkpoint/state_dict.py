@@ -95,7 +95,7 @@ def check_retired(arrays: Mapping[str, Any]) -> None:
     if (position, pace) != (step, 1):
         fault = (
             f"after step {step} the schedule is at {position:g} and moves by {pace:g} a step, because "
-            f"train.max_minutes hurried it; a schedule follows the step alone now: continue this run with the "
+            f"train.max_minutes hurried it; schedules follow the step alone now: continue this run with the "
             f"version of jaxdist that wrote it, or start another one from its weights (init.from_run)"
         )
         raise LayoutError([fault])
