@@ -1,6 +1,6 @@
 """LoRA: a frozen model whose kernels W are read as W + alpha / rank x A B; only A and B are trained.
 
-`adapted` changes how a model is built: each matrix in it becomes an `Adapted`, which stands where the
+`adapted` changes how a model is built: each matrix in it becomes a `LoraKernel`, which stands where the
 parameter stood. Layers that multiply with `ops.matmul.project` (ours do) get x W + (x A) B, and
 never a copy of W: a quantised one (QLoRA) is gathered from its shards as it is stored, and restored
 layer by layer. Other layers read `kernel[...]`, which is W + alpha / rank x A B of the layers at hand.

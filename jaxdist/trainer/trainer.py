@@ -47,7 +47,7 @@ class TrainingStopped(RuntimeError):
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
-    """Returns the last state of `carry_out`.
+    """Returns the last state of `train`.
 
     Raises:
       Interrupted: a signal ended it early; Preempted if not by a Ctrl-C to a process alone.

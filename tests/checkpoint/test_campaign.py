@@ -36,12 +36,12 @@ SAVER = """
     import sys
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
 
     def state(step):
         return {"x": jax.random.bits(jax.random.key(step), (1 << 20,)), "step": jnp.int32(step)}
 
-    with CheckpointStore(sys.argv[1], CheckpointConfig(keep_last=2)) as store:
+    with CheckpointManager(sys.argv[1], CheckpointConfig(keep_last=2)) as store:
         step = int(store.restore(state(0)).state["step"]) if store.steps() else 0
         began = step
         while True:
@@ -88,7 +88,7 @@ WAITING = """
     import jax, jax.numpy as jnp
     from jax.experimental import multihost_utils
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
     from jaxdist.distributed import initialize
 
     initialize.join_processes()
@@ -97,7 +97,7 @@ WAITING = """
     multihost_utils.sync_global_devices = collective
     split = jax.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
     state = {"x": jax.jit(lambda: jnp.arange(8.0), out_shardings=split)()}
-    with CheckpointStore(sys.argv[1], CheckpointConfig()) as store:
+    with CheckpointManager(sys.argv[1], CheckpointConfig()) as store:
         for number in (1, 2):
             store.save(number, state, {"data": number})
             store.wait()
@@ -149,12 +149,12 @@ COST = """
     import json, sys, time
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
 
     state = {f"x{i}": jax.random.normal(jax.random.key(i), (1 << 26,)) for i in range(4)}
     jax.block_until_ready(state)
     step = jax.jit(lambda s: jax.tree.map(lambda x: x * 1.0001, s), donate_argnums=0)
-    with CheckpointStore(sys.argv[1], CheckpointConfig(keep_last=1)) as store:
+    with CheckpointManager(sys.argv[1], CheckpointConfig(keep_last=1)) as store:
         store.prepare(state)
         for number in range(1, 8):
             store.save(number, state, {})

@@ -55,7 +55,7 @@ SCRIPT = """
     from jaxdist.checkpoint import files as folders
     from jaxdist.checkpoint.__main__ import main
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
 
     logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it looks for credentials again and again
     folder = folders.as_path("gs://bucket/runs/one")
@@ -68,14 +68,14 @@ SCRIPT = """
         assert result.ok, result.error
 
     def restored(**options):
-        with CheckpointStore(folder, CheckpointConfig(), **options) as store:
+        with CheckpointManager(folder, CheckpointConfig(), **options) as store:
             found = store.restore(state(0))
             step = found.metadata["data"]
             assert all((found.state[name] == state(step)[name]).all() for name in "xy")
             return step, list(store.bad_steps)
 
     assert not folders.has_steps(folder)
-    with CheckpointStore(folder, CheckpointConfig(keep_last=3)) as store:
+    with CheckpointManager(folder, CheckpointConfig(keep_last=3)) as store:
         for step in (1, 2, 3, 4):
             save(store, step)
         assert store.steps() == [2, 3, 4]
@@ -90,7 +90,7 @@ SCRIPT = """
     (folder / "3" / "state" / "planted").write_text("?")
     assert main(["verify", str(folder)]) == 1
     assert restored(mode="read") == (2, [4, 3])
-    with CheckpointStore(folder, CheckpointConfig(keep_last=3)) as store:
+    with CheckpointManager(folder, CheckpointConfig(keep_last=3)) as store:
         assert store.restore(state(0)).metadata == {"data": 2}
         assert store.steps() == [2]
         aside = folders.quarantine_folder(folder)

@@ -427,9 +427,9 @@ KILLED = """
     import os, signal, sys
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
 
-    store = CheckpointStore(sys.argv[1], CheckpointConfig())
+    store = CheckpointManager(sys.argv[1], CheckpointConfig())
     store.save(1, {"x": jnp.arange(8.0)}, {"data": 1})
     store.wait()
     assert store.poll()[0].ok
@@ -461,7 +461,7 @@ WORKER = """
     folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.manager import CheckpointStore
+    from jaxdist.checkpoint.manager import CheckpointManager
     from jaxdist.checkpoint import manifest
     from jaxdist.checkpoint.files import CheckpointError
     from pathlib import Path
@@ -480,7 +480,7 @@ WORKER = """
 
     config = CheckpointConfig(every_steps=0, every_minutes=1.0, keep_last=2, timeout_s=60)
     values, state = state_on((2, 2), P("a", "b"))
-    with CheckpointStore(folder, config) as store:
+    with CheckpointManager(folder, config) as store:
         # Only process 0's clock says that the minute is over, and at step 10 both agree.
         due = [s for s in range(1, 21) if store.should_save(s, 9.0 * s * (rank == 0))]
         assert due == [10, 20], due

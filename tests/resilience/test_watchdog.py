@@ -262,13 +262,13 @@ def test_every_kind_of_hang_in_a_run(tmp_path, kind, process):
 
 
 SAVING = """
-from jaxdist.checkpoint.manager import CheckpointStore
-honest_start = CheckpointStore._start
+from jaxdist.checkpoint.manager import CheckpointManager
+honest_start = CheckpointManager._start
 def faulty_start(self, step, *rest):
     if guilty and step == 8 and not again:
         the_culprit()
     return honest_start(self, step, *rest)
-Dataset.train_batch, CheckpointStore._start = honest, faulty_start
+Dataset.train_batch, CheckpointManager._start = honest, faulty_start
 runpy."""
 
 
