@@ -62,14 +62,8 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
-    loads = balance(
-        [layer] * cut.num_layers,
-        stages=cut.stages,
-        chunks=config.chunks,
-        head_cost=head,
-        edges="sharded" if split else "replicated",
-        cut=layers,
-    )
+    # Where the vocabulary is not split over stages, each does all of it.
+    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=head / cut.stages if split else head)
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]

@@ -356,20 +356,16 @@ def test_the_checker_reports_all_that_is_wrong_and_where():
     assert "integers" in schedules.check(Schedule(2, 1, 1, early * 1.0))[0]
 
 
-def test_a_deadlock_is_named():
+def test_a_table_that_would_deadlock_is_refused():
     """Stage 0 wants the gradient of microbatch 1 first, stage 1 does not get to it before 0's."""
     table = np.full((5, 2, 2), -1)
     table[0, 0, 0], table[1, 0, 1], table[2, 0, 0], table[3, 0, 1] = 0, 0, 1, 1
     table[1, 1, 0], table[2, 1, 0], table[2, 1, 1], table[3, 1, 1] = 1, 0, 0, 1
-    late, deadlock = "needs", "deadlock"
     faults = schedules.check(Schedule(2, 2, 1, table))
-    assert any(late in fault for fault in faults)
-    assert faults[-1].startswith(deadlock)
-    assert (
-        "backward of microbatch 0, chunk 0 on stage 0 waits for backward of microbatch 0, "
-        "chunk 0 on stage 1; forward of microbatch 1, chunk 0 on stage 1 waits for forward of "
-        "microbatch 1, chunk 0 on stage 0"
-    ) in faults[-1]
+    assert any(
+        fault.startswith("tick 1: backward of microbatch 0, chunk 0 on stage 0 needs backward of")
+        for fault in faults
+    )
 
 
 @pytest.mark.parametrize(
@@ -446,19 +442,7 @@ def test_a_file_that_is_none(text, words, tmp_path):
         schedules.read_schedule(tmp_path / "absent.json")
 
 
-# Pictures, advice, balance ------------------------------------------------------------------------
-
-
-def test_the_timeline_as_text():
-    text = schedules.draw_text(build_schedule("1f1b", 2, 3))
-    assert text == (
-        "tick         0 1 2 3 4\n"
-        "stage 0   F  0 1 2 . .\n"
-        "stage 0   B  . . 0 1 2\n"
-        "stage 1   F  . 0 1 2 .\n"
-        "stage 1   B  . 0 1 2 .\n"
-    )
-    assert " 3.1 " in schedules.draw_text(build_schedule("interleaved", 2, 4, 2))
+# A picture, advice, balance -----------------------------------------------------------------------
 
 
 def test_the_timeline_as_svg():
@@ -491,39 +475,14 @@ def test_advice_follows_the_bubble_formula():
 
 
 def test_balance_of_even_and_uneven_layers():
-    even = schedules.balance([3.0] * 8, stages=4, head_cost=2.0, embed_cost=1.0)
-    assert even.cut == (2, 2, 2, 2) and even.imbalance == pytest.approx(0)
-    assert even.shares == pytest.approx((0.25,) * 4)
-    assert even.warning() is None and even.better_cut is None
-    uneven = schedules.balance([1.0] * 7, stages=4)
-    assert uneven.cut == (2, 2, 2, 1) == schedules.even_cut(7, 4)
+    even = schedules.balance((2, 2, 2, 2), 4, layer_cost=3.0, edge_cost=0.75)
+    assert even.imbalance == pytest.approx(0) and even.shares == pytest.approx((0.25,) * 4)
+    assert even.warning() is None
+    uneven = schedules.balance((2, 2, 2, 1), 4)
     assert uneven.imbalance == pytest.approx(2 / 1.75 - 1)
-    assert uneven.better_cut is None and "7 layers divide by 1, 7" in uneven.warning()
-    last = schedules.balance([1.0] * 16, stages=4, head_cost=2.0, edges="last")
-    assert last.shares == pytest.approx((4 / 18, 4 / 18, 4 / 18, 6 / 18))
-    assert last.imbalance == pytest.approx(6 / 4.5 - 1)
-    assert sum(last.better_cut) == 16 and last.better_cut[-1] == 3
-    assert last.better_imbalance == pytest.approx(5 / 4.5 - 1)
-    assert "stage 3 sets the pace, 33% above the mean" in last.warning()
-    replicated = schedules.balance([1.0] * 8, stages=2, chunks=2, head_cost=1.0, edges="replicated")
-    assert replicated.loads == ((2.5, 2.5), (2.5, 2.5))
-    empty = schedules.balance([1.0] * 9, stages=4, cut=(3, 3, 3, 0))
-    assert empty.loads == ((3.0,), (3.0,), (3.0,), (0.0,)) and empty.better_cut is None
-    for layers, cut in ((3, None), (8, (2, 2, 2, 1)), (8, (9, -1, 0, 0))):
-        with pytest.raises(ValueError, match="at least one layer a place"):
-            schedules.balance([1.0] * layers, stages=4, cut=cut)
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 9), min_size=4, max_size=9), st.integers(2, 4), st.integers(0, 9))
-def test_the_better_cut_is_the_best_there_is(costs, stages, head):
-    result = schedules.balance(costs, stages=stages, head_cost=head, edges="last")
-    bars = itertools.combinations(range(1, len(costs)), stages - 1)
-    total = sum(costs) + head
-    heaviest = min(
-        max(sum(costs[a:b]) + head * (b == len(costs)) for a, b in itertools.pairwise((0, *bar, len(costs))))
-        for bar in bars
-    )
-    assert result.better_imbalance == pytest.approx(heaviest * stages / total - 1, abs=1e-9)
-    cut = result.better_cut or result.cut
-    assert sum(cut) == len(costs) and min(cut) >= 1
+    assert "stage 0 sets the pace, 14% above the mean" in uneven.warning()
+    assert "7 layers divide by 1, 7" in uneven.warning()
+    chunks = schedules.balance((1, 1, 1, 2), 2, edge_cost=2.0)  # each place a half of a stage's edges
+    assert chunks.shares == pytest.approx((4 / 9, 5 / 9)) and chunks.heaviest == 1
+    assert chunks.imbalance == pytest.approx(3 / 2.25 - 1)
+    assert schedules.balance((3, 3, 3, 0), 4).shares == pytest.approx((1 / 3,) * 3 + (0,))

@@ -5,7 +5,6 @@ from jaxdist.parallel.pipeline.schedules.balance import (
     Option,
     balance,
     bubble_fraction,
-    even_cut,
     microbatch_options,
 )
 from jaxdist.parallel.pipeline.schedules.program import (
@@ -16,7 +15,7 @@ from jaxdist.parallel.pipeline.schedules.program import (
     Ticks,
     compile_schedule,
 )
-from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, draw_text, simulate
+from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, simulate
 from jaxdist.parallel.pipeline.schedules.table import (
     SCHEDULES,
     Schedule,
@@ -30,6 +29,6 @@ from jaxdist.parallel.pipeline.schedules.table import (
 __all__ = [
     "KINDS", "SCHEDULES", "Balance", "Costs", "Option", "Program", "Schedule", "ScheduleError",
     "ScheduleRows", "Simulation", "TickRun", "Ticks", "balance", "bubble_fraction", "build_schedule", "check",
-    "compile_schedule", "draw_svg", "draw_text", "even_cut", "microbatch_options", "read_schedule",
+    "compile_schedule", "draw_svg", "microbatch_options", "read_schedule",
     "simulate", "write_schedule",
 ]  # fmt: skip

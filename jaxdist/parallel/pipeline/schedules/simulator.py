@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds, and pictures of it, as text and as SVG.
+"""How long a schedule takes and what it holds, and a picture of it.
 
 Lockstep with uniform flags, as the executor runs: in a tick every stage does what any stage does,
 at the pace of the slowest, and a stage without an op computes chunk 0 for nothing.
@@ -97,21 +97,7 @@ def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.nd
     return np.stack([columns[phase] for phase in PHASES], axis=1)
 
 
-# Pictures -----------------------------------------------------------------------------------------
-
-
-def draw_text(schedule: Schedule) -> str:
-    """Returns a line of forwards and one of backwards a stage, a column a tick, "." for nothing."""
-    count = len(schedule.table)
-    lines = [f"{'tick':12}", *(f"stage {s:<3} {w} " for s in range(schedule.stages) for w in "FB")]
-    for tick in range(count):
-        cells = [str(tick)]
-        for stage in range(schedule.stages):
-            cells += [label or "." for label in schedule.labels(tick, stage)]
-        width = max(map(len, cells)) + 1
-        lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
+# A picture ----------------------------------------------------------------------------------------
 
 _ROW, _LEFT, _TOP = 24, 64, 30  # pixels
 _STYLE = (  # below one class, as styles of an inline SVG hold for the whole page
