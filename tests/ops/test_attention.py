@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.ops import attention as module
+from jaxdist.ops import attention_reference
 from jaxdist.ops.attention import attention, cached_attention
+from jaxdist.ops.attention_backends import BACKENDS, choose
+from jaxdist.ops.attention_reference import Options
 from jaxdist.ops.splash import block_size, splash_attention
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
@@ -106,12 +108,13 @@ def test_reference_equals_definition(shape, options):
 
 
 def test_blocks_cover_queries_once_and_causal_skips_keys():
-    options = module._Options(1.0, True, None, None)
+    options = Options(1.0, True, None, None)
     for length in (1, 63, 130, 203, 512, 4096):
-        blocks = list(module._blocks(length, options))
-        assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]]
-        assert blocks[-1].stop == length
-    work = sum((b.stop - b.start) * (b.last - b.first) for b in module._blocks(512, options))
+        rows = [block.rows for block in attention_reference._blocks(length, options)]
+        assert [r.start for r in rows] == [0] + [r.stop for r in rows[:-1]]
+        assert rows[-1].stop == length
+    blocks = attention_reference._blocks(512, options)
+    work = sum((r.stop - r.start) * (c.stop - c.start) for r, c in blocks)
     assert work <= 0.65 * 512**2
 
 
@@ -269,14 +272,34 @@ def test_cudnn_is_asked_for_the_window(packed, monkeypatch):
     np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
 
 
-def test_cudnn_refuses_what_it_cannot_compute():
-    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    options = module._Options(1.0, True, None, 16)
-    assert module._cudnn_refusal(q, options) is None
-    assert module._cudnn_refusal(q, options._replace(softcap=50.0)) == "a softcap is set"
-    large = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
-    assert "head size 256" in (module._cudnn_refusal(large, options) or "")
-    assert "float32" in (module._cudnn_refusal(jax.ShapeDtypeStruct(q.shape, jnp.float32), options) or "")
+REFUSALS = {  # of cuDNN: shape and dtype of q, options, the reason (None: it computes it)
+    "none": ((1, 128, 2, 64), jnp.bfloat16, {"window": 16}, None),
+    "softcap": ((1, 128, 2, 64), jnp.bfloat16, {"softcap": 50.0}, "a softcap is set"),
+    "head": ((1, 128, 2, 256), jnp.bfloat16, {}, "head size 256 is not a multiple of 8 up to 128"),
+    "dtype": ((1, 128, 2, 64), jnp.float32, {}, "float32 is not bfloat16 or float16"),
+    "length": ((1, 127, 2, 64), jnp.bfloat16, {}, "sequence length 127 is not a multiple of 2"),
+}
+
+
+@pytest.mark.parametrize("shape, dtype, options, reason", REFUSALS.values(), ids=REFUSALS)
+def test_what_cudnn_cannot_compute_falls_back_with_the_reason(shape, dtype, options, reason, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "gpu")
+    q, options = jax.ShapeDtypeStruct(shape, dtype), Options(1.0, True, None, None)._replace(**options)
+    assert BACKENDS["cudnn"].refusal(q, options) == reason
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend = choose(q, options, segments=True)
+    assert backend is BACKENDS["reference" if reason else "cudnn"]
+    assert bool(reason) == any(f"{reason}, so no cudnn kernel" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("platform, name", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")])
+def test_each_platform_has_its_backend(platform, name, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", platform)
+    q, options = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), Options(1.0, True, None, None)
+    assert choose(q, options, segments=False) is BACKENDS[name]
+    others = [b.refusal(q, options) for n, b in BACKENDS.items() if n not in (name, "reference")]
+    assert all(f"not {platform}" in (reason or "") for reason in others)
 
 
 def test_a_window_of_the_whole_sequence_is_none():

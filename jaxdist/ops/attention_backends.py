@@ -1,0 +1,117 @@
+"""The backends of attention: what each supports, and the one place that chooses.
+
+A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences of one device's
+batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import extras
+from jaxdist.ops.attention_reference import RESIDUALS, Options, reference
+from jaxdist.parallel import execution
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute attention, and what it supports."""
+
+    run: Callable[..., jax.Array]
+    platforms: tuple[str, ...] = ("tpu", "gpu", "cpu")
+    dtypes: tuple[str, ...] = ()  # of q, k and v; (): any
+    head_size_multiple: int = 1
+    max_head_size: float = math.inf
+    length_multiple: int = 1
+    window: bool = True
+    softcap: bool = True
+    segments: bool = True
+    split_sequence: bool = False  # devices may share out the sequence
+    is_kernel: bool = True  # the partitioner cannot look into it: it is called device by device
+
+    def refusal(self, q_BSHN: jax.Array, options: Options, *, segments: bool = False) -> str | None:
+        """Returns why it cannot compute this in the execution in force, or None."""
+        now, dtype = execution.current(), str(q_BSHN.dtype)
+        _, length, _, head_size = q_BSHN.shape
+        if now.platform not in self.platforms:
+            return f"it is for {' and '.join(self.platforms)}, not {now.platform}"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"{dtype} is not {' or '.join(self.dtypes)}"
+        if head_size % self.head_size_multiple or head_size > self.max_head_size:
+            legal = f"a multiple of {self.head_size_multiple} up to {self.max_head_size}"
+            return f"head size {head_size} is not {legal}"
+        if options.softcap is not None and not self.softcap:
+            return "a softcap is set"
+        if options.window is not None and not self.window:
+            return "a window is set"
+        if segments and not self.segments:
+            return "documents are packed"
+        if now.axis_size("context") > 1 and not self.split_sequence:
+            return "devices share out the sequence"
+        if length % self.length_multiple:
+            return f"sequence length {length} is not a multiple of {self.length_multiple}"
+        return None
+
+
+def choose(q_BSHN: jax.Array, options: Options, *, segments: bool) -> Backend:
+    """Returns the first backend that supports this; warns why one for this platform does not."""
+    for name, backend in BACKENDS.items():
+        reason = backend.refusal(q_BSHN, options, segments=segments)
+        if reason is None:
+            return backend
+        if execution.current().platform in backend.platforms:
+            warnings.warn(
+                f"attention: {reason}, so no {name} kernel: XLA computes it, more slowly and with a "
+                f"[B, H, S / 4, S] buffer of float32 logits",
+                stacklevel=3,
+            )
+    return BACKENDS["reference"]
+
+
+def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
+    splash = extras.load("jaxdist.ops.splash")  # here: Pallas takes a tenth of a start, and only TPUs need it
+    return splash.splash_attention(q, k, v, segment_ids, **options._asdict(), residual_name=RESIDUALS)
+
+
+def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
+    # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias, H times less
+    # than logits. The causal flag still skips the blocks above the diagonal. Before 9.10.2 a window
+    # and a bias exclude each other (cudnn_frontend's checks), so the bias then has the window too.
+    mask, window = None, None if options.window is None else (options.window - 1, 0)
+    if segment_ids is not None:
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    if mask is not None and options.window is not None:
+        place = jnp.arange(q.shape[1])
+        mask, window = mask & (place[:, None] - place < options.window)[None, None], None
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=options.scale,
+        is_causal=options.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+BACKENDS = {
+    "splash": Backend(_splash, ("tpu",)),
+    # Limits: jax._src.cudnn.fused_attention.
+    "cudnn": Backend(
+        _cudnn,
+        ("gpu",),
+        dtypes=("bfloat16", "float16"),
+        head_size_multiple=8,
+        max_head_size=128,
+        length_multiple=2,
+        softcap=False,
+    ),
+    "reference": Backend(reference, split_sequence=True, is_kernel=False),
+}

