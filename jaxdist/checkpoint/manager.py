@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import fingerprint, state_dict
@@ -25,14 +23,14 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manifest import Manifest
 from jaxdist.config import extras, trees
+from jaxdist.distributed import coordination
 
-# With several processes, process 0's clock decides for all; asking it costs a collective, so the
-# time rule is looked at only at multiples of this many steps.
+# With several processes, process 0's clock decides for all; asking it is a wait for that process, so
+# the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
-_MAX_CANDIDATES = 64  # newest steps that `restore` tries; fixed, as it is the shape of a broadcast
+_MAX_CANDIDATES = 64  # newest steps that `restore` tries
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
-_REASON_BYTES = 512  # of a reason that processes tell each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +141,7 @@ class CheckpointManager:
         due = due or self._time_is_up(step, now - self._last_save)
         due = due and step != self._last_step
         if (last or stopped) and jax.process_count() > 1:  # only some may know that a save has failed
-            return bool(multihost_utils.broadcast_one_to_all(np.asarray(due)))
+            return coordination.broadcast(due)
         return due
 
     def _time_is_up(self, step: int, elapsed_s: float) -> bool:
@@ -154,7 +152,7 @@ class CheckpointManager:
             return up
         if step % CLOCK_STEPS:
             return False
-        return bool(multihost_utils.broadcast_one_to_all(np.asarray(up)))
+        return coordination.broadcast(up)
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], *, wait: bool = False) -> None:
         """Start to save `state` and `metadata` as one unit; the outcome comes from `poll`.
@@ -216,7 +214,7 @@ class CheckpointManager:
                 reason = "the save before is still being written; a faster disk or fewer saves would help"
             else:
                 reason = self._make_room(step, num_bytes)
-        reason = _agreed(reason)
+        reason = coordination.first_error(reason)
         if not reason:
             self.wait()
         return reason
@@ -353,11 +351,7 @@ class CheckpointManager:
     def _candidates(self) -> list[int]:
         """Returns the steps to try, newest first, torn ones too; process 0 decides for all."""
         newest = folders.all_steps(self.folder)[: -_MAX_CANDIDATES - 1 : -1]
-        if jax.process_count() == 1:
-            return newest
-        padded = np.full(_MAX_CANDIDATES, -1, np.int32)
-        padded[: len(newest)] = newest
-        return [int(s) for s in multihost_utils.broadcast_one_to_all(padded) if s >= 0]
+        return coordination.broadcast(newest)
 
     def _attempt(self, step: int, abstract_state: Any, partial: bool) -> tuple[Restored | None, str]:
         """Returns (the restored, "") if all processes could read and trust `step`, else (None, reason)."""
@@ -372,7 +366,7 @@ class CheckpointManager:
             raise  # not damage: an older step would not fit either, and must not win silently
         except (CheckpointError, OSError) as error:
             reason = _short(error)
-        if reason := _agreed(reason):  # before a read that waits for all processes
+        if reason := coordination.first_error(reason):  # before a read that waits for all processes
             return None, reason
         assert info is not None
         try:
@@ -385,7 +379,7 @@ class CheckpointManager:
             restored = Restored(state_dict.from_canonical(arrays, abstract_state), info.metadata)
         except Exception as error:  # Orbax and TensorStore raise many types for the same damage
             reason = _short(error)
-        if reason := _agreed(reason):
+        if reason := coordination.first_error(reason):
             return None, reason
         found = fingerprint.of(arrays)
         if changed := [name for name in found if found[name] != manifest.fingerprints.get(name)]:
@@ -401,7 +395,7 @@ class CheckpointManager:
             manifest = integrity.check(self.folder, step, run=self._run, part=share)
         except (CheckpointError, OSError) as error:
             reason = _short(error)
-        reason = _agreed(reason)
+        reason = coordination.first_error(reason)
         return (None, reason) if reason else (manifest, "")
 
     def _set_aside(self, failures: Mapping[int, str]) -> None:
@@ -431,20 +425,6 @@ def _require_shardings(abstract: Mapping[str, Any]) -> None:
     bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
     if bare:
         raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
-
-
-def _agreed(reason: str) -> str:
-    """Returns the reason of the first process that has one, on all of them; "" if none has."""
-    if jax.process_count() == 1:
-        return reason
-    own = np.zeros(_REASON_BYTES, np.uint8)
-    data = np.frombuffer(reason.encode()[:_REASON_BYTES], np.uint8)
-    own[: len(data)] = data
-    for rank, row in enumerate(multihost_utils.process_allgather(own)):
-        if row.any():
-            text = row.tobytes().rstrip(b"\0").decode(errors="ignore")
-            return f"process {rank}: {text}" if rank else text
-    return ""
 
 
 def _wrap(message: str, cause: Exception) -> CheckpointError:

@@ -6,9 +6,7 @@ layout from the newest folder. Which steps exist and which are deleted is decide
 """
 
 import contextlib
-import itertools
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from jaxdist.distributed import coordination
 # each split compiles a slice for each device, at the first save, while training waits.
 _SPLIT_BYTES = 1 << 20
 _MAX_ERRORS = 32  # that one save can leave behind
-_LOOK_MS = 500  # between looks whether another process has given up
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -46,72 +43,17 @@ def _type_handlers() -> Any:
     )
 
 
-class _Meeting:
-    """Where processes wait for each other in a save's background; one that fails lets none wait in vain.
-
-    Orbax's own barrier knows nothing of failures: a full disk under one process would hold the others'
-    saves, and soon training, until it times out. All processes make the same backends and calls.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self._notes, self._me, self._size = coordination.kv_client(), jax.process_index(), jax.process_count()
-        self._name, self._round = f"jaxdist/save/{next(self._numbers)}", 0
-
-    @property
-    def _place(self) -> str:
-        return f"{self._name}/{self._round}"
-
-    def begin(self) -> None:
-        """Starts a new round; the one before the last is over for all."""
-        self._round += 1
-        if self._me == 0:
-            self._notes.key_value_delete(f"{self._name}/{self._round - 2}/")
-
-    def give_up(self, error: Exception) -> None:
-        """Tells those who wait in this round."""
-        self._notes.key_value_set(
-            f"{self._place}/failed/{self._me}", f"process {self._me}: {error}"[:500], True
-        )
-
-    def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes are here: the first one waits for each, the others for it.
-
-        Raises:
-          RuntimeError: another process has failed. TimeoutError: one is not here in time.
-        """
-        here, until = f"{self._place}/{key}", time.monotonic() + timeout_ms / 1000
-        if self._me:
-            self._notes.key_value_set(f"{here}/{self._me}", "", True)
-            self._await(f"{here}/all", until)
-            return
-        for number in range(1, self._size):
-            self._await(f"{here}/{number}", until)
-        self._notes.key_value_set(f"{here}/all", "", True)
-
-    def _await(self, note: str, until: float) -> None:
-        while time.monotonic() < until:
-            try:
-                self._notes.blocking_key_value_get(note, _LOOK_MS)
-                return
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-            if failed := self._notes.key_value_dir_get(f"{self._place}/failed/"):
-                raise RuntimeError(failed[0][1])
-        raise TimeoutError(f"{note}: not all processes came")
-
-
 class OrbaxBackend:
     """Writes in the background, one step at a time; every process must make the same calls."""
 
     def __init__(self, *, timeout_s: int):
         # Named, the processes wait for each other through the coordination service, not in a collective:
         # one whose save fails would leave the others in it, to be answered by its next step's.
+        # Orbax's own barrier knows nothing of failures: a full disk under one process would hold the saves
+        # of the others, and soon training, until it times out.
         several = jax.process_count() > 1
         everyone = set(range(jax.process_count())) if several else None
-        self._meeting = _Meeting() if several else None
+        self._barrier = coordination.FailableBarrier("save") if several else None
         processes = ocp.options.MultiprocessingOptions(active_processes=everyone)
         handler = ocp.CompositeCheckpointHandler(
             composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
@@ -120,7 +62,7 @@ class OrbaxBackend:
                 METADATA_ITEM: ocp.JsonCheckpointHandler(),
             },
         )
-        wait = self._meeting.wait if self._meeting else None
+        wait = self._barrier.wait if self._barrier else None
         options = ocp.AsyncOptions(timeout_secs=timeout_s, barrier_sync_fn=wait)
         self._checkpointer = ocp.AsyncCheckpointer(
             handler, async_options=options, multiprocessing_options=processes
@@ -137,8 +79,8 @@ class OrbaxBackend:
             STATE_ITEM: ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
             METADATA_ITEM: ocp.args.JsonSave(dict(document)),
         }
-        if self._meeting:
-            self._meeting.begin()
+        if self._barrier:
+            self._barrier.begin()
         with self._drained_on_error():
             self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
@@ -153,8 +95,8 @@ class OrbaxBackend:
         try:
             yield
         except Exception as error:
-            if self._meeting:
-                self._meeting.give_up(error)
+            if self._barrier:
+                self._barrier.fail(error)
             for _ in range(_MAX_ERRORS):
                 try:
                     self._checkpointer.wait_until_finished()

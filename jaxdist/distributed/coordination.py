@@ -1,60 +1,188 @@
-"""How the processes of a run agree."""
+"""How the processes of a run agree, through the key-value store of jax's coordination service.
+
+Nothing here is a collective: no device is needed, and none waits. All processes make the same calls
+of `broadcast`, `gather`, `all_equal`, `first_error` and `barrier` in the same order, from the main
+thread. A lone process never waits. If a process is lost, the others fail as soon as the service
+hears of it; what takes too long is for the watchdog to say.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax._src import distributed
-from jax.experimental import multihost_utils
+from jax._src import distributed  # the service's client has no public name in jax 0.10 to 0.12
 
 from jaxdist.config import ConfigError
 
-_numbers = itertools.count()  # the same on all processes: they ask the same in order
+_FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
+_GATHER_S = 1_800  # for the slowest process to come so far
+_POLL_MS = 500  # between looks whether another process has failed
+_SHOWN_CHARS = 60  # of a value that differs
 
-
-_FOREVER_MS = 7 * 24 * 3_600_000  # the watchdog knows what is too long
+_numbers = itertools.count()  # the same on all processes: they make the same calls in order
 
 
 def kv_client() -> Any:
-    """Returns the group's key-value store (jax's coordination service), or None for one process.
-
-    It needs no device. Methods: key_value_set(key, value, overwrite), key_value_dir_get(prefix).
-    """
+    """Returns the client of the coordination service, or None for a lone process. It needs no device."""
     return distributed.global_state.client
+
+
+def broadcast(value: Any) -> Any:
+    """Returns the first process's JSON value on all: its clock and files may differ from the others'."""
+    client, key = kv_client(), f"jaxdist/broadcast/{next(_numbers)}"
+    if client is None:
+        return value
+    if jax.process_index() == 0:
+        client.key_value_set(key, json.dumps(value))
+        return value
+    return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))
+
+
+def barrier(timeout_s: int = _FOREVER_S) -> None:
+    """Returns once all processes have come here.
+
+    Raises:
+      jax.errors.JaxRuntimeError: one was lost, or did not come in time.
+    """
+    if client := kv_client():
+        client.wait_at_barrier(f"jaxdist/barrier/{next(_numbers)}", 1000 * timeout_s)
+
+
+def gather(value: Any, timeout_s: int = _GATHER_S) -> dict[int, Any]:
+    """Returns {process: its JSON value} on the first process, {} on the others, once all have given one."""
+    board = Board("gather")
+    board.put(value)
+    barrier(timeout_s)
+    return board.values() if jax.process_index() == 0 else {}
+
+
+def first_error(error: str) -> str:
+    """Returns the error of the first process that has one, on all of them; "" if none has."""
+    board = Board("error")
+    if board.client is None:
+        return error
+    if error:
+        board.put(error)
+    barrier()
+    errors = board.values()
+    process = min(errors, default=0)
+    return f"process {process}: {errors[process]}" if process else errors.get(0, "")
+
+
+def all_equal(facts: Mapping[str, Any]) -> list[str]:
+    """Returns, on all processes, a line for each fact in which one differs; [] if all say the same."""
+    lines = broadcast(disagreements(gather({key: str(value) for key, value in facts.items()})))
+    if lines:
+        barrier()  # the first process, which is the service, must not end before all have heard
+    return lines
+
+
+def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Returns a line for each process and fact that differs from what most processes say."""
+    lines = []
+    for key in sorted({key for each in facts.values() for key in each}):
+        values = {process: each.get(key, "(none)") for process, each in sorted(facts.items())}
+        usual, count = Counter(values.values()).most_common(1)[0]
+        lines += [
+            f"process {process} differs from {count} of {len(facts)} processes: {key} is "
+            f"{value[:_SHOWN_CHARS]}, theirs is {usual[:_SHOWN_CHARS]}; start all with the same"
+            for process, value in values.items()
+            if value != usual
+        ]
+    return lines
 
 
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
-    """Lets the first process refuse for all: its ConfigError ends the others with one, too."""
+    """Raises the first process's ConfigError on all of them."""
     fault: ConfigError | None = None
     try:
         yield
     except ConfigError as error:
         fault = error
-    if broadcast_scalar(fault is not None):
+    if broadcast(fault is not None):
+        barrier()  # see all_equal
         fault = fault or ConfigError("refused by process 0, which says why")
     if fault is not None:
         raise fault
 
 
-def broadcast_json(value: Any) -> Any:
-    """Returns the first process's JSON value on all of them: its files may be on no other machine."""
-    client, note = kv_client(), f"jaxdist/told/{next(_numbers)}"
-    if client is None:
-        return value
-    if jax.process_index() == 0:
-        client.key_value_set(note, json.dumps(value))
-    return json.loads(client.blocking_key_value_get(note, _FOREVER_MS))
+class Board:
+    """One JSON value a process, to replace and to read at any time; nobody waits.
+
+    A lone process keeps its own.
+    """
+
+    def __init__(self, name: str):
+        self.client, self._name = kv_client(), f"jaxdist/{name}/{next(_numbers)}/"
+        self._own: dict[int, Any] = {}
+
+    def put(self, value: Any) -> None:
+        """Replaces this process's value."""
+        if self.client is None:
+            self._own = {0: value}
+        else:
+            self.client.key_value_set(f"{self._name}{jax.process_index()}", json.dumps(value), True)
+
+    def values(self) -> dict[int, Any]:
+        """Returns {process: value} of those that have one."""
+        if self.client is None:
+            return self._own
+        rows = self.client.key_value_dir_get(self._name)
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
 
 
-def broadcast_scalar(value: Any) -> Any:
-    """Returns the first process's number on all of them: clocks differ, programs must not."""
-    if jax.process_count() == 1:
-        return value
-    return multihost_utils.broadcast_one_to_all(np.asarray(value)).item()
+class FailableBarrier:
+    """Barriers of a thread in the background, in rounds; a process that fails ends the wait of all.
+
+    Every process makes the same ones, of which there are several only with several processes.
+    """
+
+    def __init__(self, name: str):
+        self._client, self._name, self._round = kv_client(), f"jaxdist/{name}/{next(_numbers)}", 0
+
+    def begin(self) -> None:
+        """Starts a new round; the one before the last is over for all."""
+        self._round += 1
+        if jax.process_index() == 0:
+            self._client.key_value_delete(f"{self._name}/{self._round - 2}/")
+
+    def fail(self, error: Exception) -> None:
+        """Ends the waits of this round with the error, in all processes."""
+        process = jax.process_index()
+        text = f"process {process}: {error}"[:500]
+        self._client.key_value_set(f"{self._name}/{self._round}/failed/{process}", text, True)
+
+    def wait(self, *, key: str, timeout_ms: int) -> None:
+        """Returns once all processes wait for the key: the first waits for each, the others for it.
+
+        Raises:
+          RuntimeError: another process has failed. TimeoutError: one did not come in time.
+        """
+        place, deadline = f"{self._name}/{self._round}/{key}", time.monotonic() + timeout_ms / 1000
+        if process := jax.process_index():
+            self._client.key_value_set(f"{place}/{process}", "", True)
+            self._wait_for(f"{place}/all", deadline)
+            return
+        for number in range(1, jax.process_count()):
+            self._wait_for(f"{place}/{number}", deadline)
+        self._client.key_value_set(f"{place}/all", "", True)
+
+    def _wait_for(self, key: str, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            try:
+                self._client.blocking_key_value_get(key, _POLL_MS)
+                return
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if failed := self._client.key_value_dir_get(f"{self._name}/{self._round}/failed/"):
+                raise RuntimeError(failed[0][1])
+        raise TimeoutError(f"{key}: not all processes came")

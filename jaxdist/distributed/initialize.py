@@ -19,7 +19,7 @@ from jax._src import cache_key  # no public doors; the same names in 0.10 to 0.1
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
-from jaxdist.distributed.coordination import _FOREVER_MS, kv_client
+from jaxdist.distributed.coordination import _FOREVER_S, kv_client
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
@@ -154,7 +154,7 @@ def lead_first(what: str) -> Iterator[None]:
     local = client is not None and _is_one_machine(os.environ) and jax.default_backend() == "cpu"
     shared = local and cached
     if shared and jax.process_index() > 0:
-        client.blocking_key_value_get(f"jaxdist/compiled/{what}", _FOREVER_MS)
+        client.blocking_key_value_get(f"jaxdist/compiled/{what}", 1000 * _FOREVER_S)
     try:
         yield
     finally:

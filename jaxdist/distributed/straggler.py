@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 
 from jaxdist.distributed import coordination
-from jaxdist.distributed.consistency import _numbers
 
 _ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0  # of metrics that a pace is measured over; that make an event
 
@@ -28,7 +26,7 @@ class Pace:
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event, self._last = event, -1  # the last that lagged
-        self._notes, self._name = coordination.kv_client(), f"jaxdist/pace/{next(_numbers)}"
+        self._board = coordination.Board("pace")
         self._begun = False
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ROWS)
 
@@ -42,7 +40,7 @@ class Pace:
           steps, seconds: since the row before.
           waited_s: seconds of them that this process waited for its devices.
         """
-        if self._notes is None:
+        if self._board.client is None:
             return {}
         if not self._begun:  # the first steps of a program are no measure
             self._begun = True
@@ -50,21 +48,20 @@ class Pace:
         # Rows come in bursts, when a pause looks at all steps under way: some together tell more.
         self._recent.append((steps, seconds, seconds - waited_s))
         number, time_s, busy_s = (sum(column) for column in zip(*self._recent, strict=True))
-        me = jax.process_index()
         try:
-            self._notes.key_value_set(f"{self._name}/{me}", json.dumps(busy_s / number), True)
-            told = self._notes.key_value_dir_get(f"{self._name}/") if me == 0 else []
+            self._board.put(busy_s / number)
+            busy_s_of = self._board.values() if jax.process_index() == 0 else {}
         except jax.errors.JaxRuntimeError:
             return {}
-        if not told:
+        if not busy_s_of:
             return {}
-        found = slowest({int(key.rpartition("/")[2]): json.loads(value) for key, value in told})
-        process, excess_s = found["slowest_process"], found["slowest_busy_s"] - found["median_busy_s"]
+        fields = slowest(busy_s_of)
+        process, excess_s = fields["slowest_process"], fields["slowest_busy_s"] - fields["median_busy_s"]
         lags = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S and excess_s > _SHARE * time_s / number
         if lags and process != self._last:
-            self._event("straggler", step, process=process, **found)
+            self._event("straggler", step, process=process, **fields)
         self._last = process if lags else -1
-        return found
+        return fields
 
 
 def slowest(busy_s: Mapping[int, float]) -> dict[str, Any]:

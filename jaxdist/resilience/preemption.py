@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import math
 import os
 import signal
@@ -27,7 +26,7 @@ from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
 _FEW = 64  # processes that look so often; more look less often, for at most 256 looks a second in all
-_READY_MS = 3_600_000  # for all to be ready for the first step; a lost process ends the wait sooner
+_READY_S = 3_600  # for all to be ready for the first step; a lost process ends the wait sooner
 _BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy outside Python
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo", "nccl", "coordination service", "coordinationservice", "closed by peer", "reset by peer",
@@ -50,27 +49,25 @@ class StopSignals:
     A user's own handler is called, too. A second SIGINT interrupts at once.
     """
 
-    _numbers = itertools.count()  # the same on all processes: they make the same runs in order
-
     def __init__(self) -> None:
         self.asked = False  # whether `reached` has returned True
         self._heard = self._interrupted = False
         self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
         self._lock, self._left = threading.Lock(), threading.Event()
-        self._name = f"jaxdist/stop/{next(self._numbers)}"
-        self._notes = coordination.kv_client()
+        self._requests, self._answers = coordination.Board("stop"), coordination.Board("stop-at")
+        self._grouped = self._requests.client is not None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         global _to_leave
-        _to_leave = self._notes is not None
-        if self._notes is not None:
-            # Compilers differ by minutes in their time, the first collective waits half of one.
-            self._notes.wait_at_barrier(f"{self._name}/ready", _READY_MS)
+        _to_leave = self._grouped
+        coordination.barrier(
+            _READY_S
+        )  # compilers differ by minutes in their time, a collective waits half of one
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._ask)
-        if self._notes is not None:
+        if self._grouped:
             self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
             self._thread.start()
         return self
@@ -83,9 +80,9 @@ class StopSignals:
                 over = handler is _before_the_run and (self.asked or not _script)
                 signal.signal(number, _after(number) if over else handler)
         self._left.set()
-        if self._notes is not None:
+        if self._grouped:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._tell("at", self._steps)  # for one who asks now: we are past our last step
+                self._answers.put(self._steps)  # for one who asks now: we are past our last step
             self._thread.join(timeout=1)
 
     def reached(self) -> bool:
@@ -103,7 +100,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted = True
         self._heard = True
-        if self._notes is None:
+        if not self._grouped:
             self._stop_at = 0
         before = self._before.get(number)
         if callable(before) and before not in (signal.default_int_handler, _before_the_run):
@@ -117,26 +114,20 @@ class StopSignals:
             look_s = _LOOK_S * max(1, jax.process_count() / _FEW)  # the coordinator answers them all
             while not self._left.wait(look_s):
                 if self._heard:
-                    self._tell("asked", 1)
-                if self._told("asked"):
+                    self._requests.put(True)
+                if self._requests.values():
                     self._agree()
                     return
 
     def _agree(self) -> None:
         """Sets the step to stop at: the first that no process has passed. None moves on meanwhile."""
         with self._lock:
-            self._tell("at", self._steps)
-            answers: list[int] = []
+            self._answers.put(self._steps)
+            answers: dict[int, int] = {}
             while len(answers) < jax.process_count() and not self._left.wait(_TRY_S):
-                answers = self._told("at")
+                answers = self._answers.values()
             if not self._left.is_set():
-                self._stop_at = max(answers) + 1
-
-    def _tell(self, what: str, value: int) -> None:
-        self._notes.key_value_set(f"{self._name}/{what}/{jax.process_index()}", str(value), True)
-
-    def _told(self, what: str) -> list[int]:
-        return [int(value) for _, value in self._notes.key_value_dir_get(f"{self._name}/{what}/")]
+                self._stop_at = max(answers.values()) + 1
 
 
 # --- a process of its own -------------------------------------------------------------------------

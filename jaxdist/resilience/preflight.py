@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ _SLOW = 0.8  # of the median: no healthy chip is so much slower than its neighbo
 _TRIES, _CHAIN = 5, 16  # measurements, of which the best counts; matmuls in each
 _SIZES = {"cpu": (512, 1 << 20)}  # matmul dims and bytes reduced, where they are not these:
 _SIZE, _BYTES = 8192, 1 << 28
-_WAIT_MS = 600_000
+_GATHER_S = 600
 
 
 def main() -> int:
@@ -35,7 +34,9 @@ def main() -> int:
     chip = chips.chip_for(kind)
     size, num_bytes = _SIZES.get(platform, (_SIZE, _BYTES))
     dtype = "float32" if platform == "cpu" else "bfloat16"
-    rates = gathered({str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()})
+    rates = coordination.gather(
+        {str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()}, _GATHER_S
+    )
     bandwidth = all_reduce_rate(num_bytes)
     if jax.process_index() == 0:
         peak = chip.peak(dtype) if chip else None
@@ -64,23 +65,12 @@ def all_reduce_rate(num_bytes: int) -> float | None:
 
 
 def _best_s(run: Callable[[], jax.Array]) -> float:
-    found = []
+    seconds = []
     for _ in range(_TRIES + 1):  # the first compiles
         began = time.perf_counter()
         run().block_until_ready()
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
-
-
-def gathered(rates: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """Returns {process: rates}, without a collective; on processes other than the first, their own."""
-    notes, me = coordination.kv_client(), jax.process_index()
-    if notes is None:
-        return {0: dict(rates)}
-    notes.key_value_set(f"jaxdist/preflight/{me}", json.dumps(rates))
-    notes.wait_at_barrier("jaxdist/preflight-told", _WAIT_MS)
-    found = notes.key_value_dir_get("jaxdist/preflight/") if me == 0 else []
-    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found} or {me: dict(rates)}
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def lines(

@@ -82,8 +82,8 @@ def init_or_restore(
         compiled = pool.submit(_compile, config, built, dataset)
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
-        if not coordination.broadcast_scalar(folders.has_steps(store.folder)):
-            if coordination.broadcast_scalar(workdir.has_saved(folder)):
+        if not coordination.broadcast(folders.has_steps(store.folder)):
+            if coordination.broadcast(workdir.has_saved(folder)):
                 raise CheckpointError(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
@@ -100,7 +100,7 @@ def init_or_restore(
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
-            windows = coordination.broadcast_json(skipped_windows(folder, restored.metadata))
+            windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
         watch.at("compile", progress.step)
         compiled.result()
         prepared.result()
@@ -175,7 +175,7 @@ def roll_back(
     before, restored = fault.first, None
     while restored is None:
         known = [step for step in store.steps() if step < before]
-        before = coordination.broadcast_scalar(max(known, default=-1))
+        before = coordination.broadcast(max(known, default=-1))
         if before < 0:
             return None
         try:

@@ -464,4 +464,4 @@ class Session:
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
-        return coordination.broadcast_scalar(self._elapsed_s() >= 60 * minutes)
+        return coordination.broadcast(self._elapsed_s() >= 60 * minutes)

@@ -204,7 +204,7 @@ def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypa
         seen.append(path.name)
         return read(self, path, *rest)
 
-    monkeypatch.setattr(stores, "_agreed", lambda reason: reason or next(told))
+    monkeypatch.setattr(stores.coordination, "first_error", lambda reason: reason or next(told))
     monkeypatch.setattr(OrbaxBackend, "read", seeing)
     assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})
     assert seen == ["2"] and not list(told)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.data.dataset import Dataset
-from jaxdist.distributed import consistency, straggler
+from jaxdist.distributed import consistency, coordination, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.resilience import preflight
 from jaxdist.resilience.health import Diverged, HealthConfig, Monitor, SkippingDataset, faults
@@ -301,9 +301,9 @@ def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(story, tmp_pat
 def test_who_differs_from_most_is_named():
     same = {"optimizer.learning_rate": "0.1", "source of jaxdist": "abc"}
     told = {0: same, 1: same | {"optimizer.learning_rate": "0.2"}, 2: same}
-    (text,) = consistency.disagreements(told)
+    (text,) = coordination.disagreements(told)
     assert text.startswith("process 1 differs from 2 of 3 processes: optimizer.learning_rate is 0.2")
-    assert consistency.disagreements({0: same, 1: same}) == []
+    assert coordination.disagreements({0: same, 1: same}) == []
     source = consistency.code(Touchy)
     assert source["source of jaxdist"] and source["version of jax"] == jax.__version__
     assert f"source of {__name__}" in source
