@@ -1,4 +1,4 @@
-"""The picture of DESIGN section 2, read from the source: floors, cycles, lazy imports, sizes."""
+"""The picture of docs/architecture.md, read from the source: order, cycles, lazy imports, sizes."""
 
 import ast
 import functools

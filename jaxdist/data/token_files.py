@@ -2,7 +2,7 @@
 
 Layouts. nanoGPT: raw little-endian uint16 (or uint32), nothing else. Karpathy's later files (llm.c,
 modded-nanogpt): 256 int32 = (20240520, version 1, number of tokens, 0...), then uint16. Megatron:
-facts/ecosystem.md section 1 [read in Megatron-LM; the tests hold a writer of their own].
+as Megatron-LM reads it (megatron/core/datasets/indexed_dataset.py); the tests have a writer of their own.
 """
 
 import glob

@@ -3,7 +3,7 @@
 A line says which part of a stored tensor is which of our parameters, with both layouts in letters
 (`{}` is the layer, of which ours are a stack): "attention/query DHN -> HN D" is a matrix of rows
 (head, head dim) and columns d_model there, which here is [d_model, head, head dim]. Linear layers
-are stored (out, in), GPT-2's Conv1D (in, out). Sources: facts of transformers 5.23's modelling code.
+are stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code of transformers 5.23.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Plan:
         return {True: FITS, False: DOES_NOT_FIT, None: CANNOT_TELL}[self.fits]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as DESIGN section 5 has it, and more."""
+        """Returns the plan as JSON; docs/plan.md lists the keys that tools may rely on."""
         done = self.compiled
         return {
             "fits": self.fits,

@@ -26,7 +26,7 @@ TINY = TransformerConfig(
 DEEP = TransformerConfig(
     vocab_size=72, num_layers=6, d_model=64, d_ff=176, num_heads=8, num_kv_heads=4, head_dim=12
 )
-# The shape whose memory other frameworks were measured at (facts/performance.md, `quick`).
+# The shape `quick` of benchmarks/step.py.
 QUICK = TransformerConfig(
     vocab_size=4096, num_layers=4, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32
 )

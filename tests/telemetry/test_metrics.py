@@ -19,7 +19,7 @@ from jaxdist.telemetry import metrics
 from support.paths import ROOT
 
 PACKAGE = ROOT / "jaxdist"
-EVENTS = set(  # DESIGN section 5, and what issue 5 adds to it: docs/reliability.md
+EVENTS = set(  # of events.jsonl: tools read them
     "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
     + "spike drift straggler".split()
 )

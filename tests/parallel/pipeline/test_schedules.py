@@ -20,7 +20,7 @@ ALL = [*PLAIN, *CHUNKED, *LONGER, ("1f1b", 4, 33, 1), ("gpipe", 3, 20, 1)]
 
 
 def ticks_of(name, p, m, v):
-    """The closed forms of the pipeline notes, section 3."""
+    """The closed forms of docs/pipeline.md."""
     return 2 * (m + p - 1) if name == "gpipe" else m * v + v * p + p - 2
 
 
@@ -187,7 +187,7 @@ def test_runs_of_1f1b_need_no_predicate_and_many_runs_fall_back():
     assert steady.every >= {"forward", "backward"} and "head" in steady.some - steady.every
 
 
-# Efficiencies of the notes, section 3: ideal 3m over time, forward 1 and backward 2 a stage.
+# Efficiencies: ideal 3m over time, forward 1 and backward 2 a stage.
 EFFICIENCY = """
 4,8 .727 .842 .914
 4,16 .842 .914 .955

@@ -1,0 +1,90 @@
+"""The pages: every file, function and link they name exists; nothing refers to documents from elsewhere."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"])
+ARCHITECTURE = ROOT / "docs/architecture.md"
+TEXT = {".py", ".md", ".toml", ".yaml", ".sh", ".ipynb", ".css", ".js", ".txt", ""}
+# Notes that people wrote beside the project: a reader of a clone does not have them.
+ELSEWHERE = re.compile(r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bfacts/\w|\b[Ii]ssues? [0-9]")
+
+
+def files_of_the_project() -> list[Path]:
+    folders = ("jaxdist", "configs", "tests", "docs", "examples", "benchmarks", "deploy", ".ci")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in TEXT]
+    kept = [file for file in files if file.is_file() and "__pycache__" not in file.parts]
+    return [*kept, *ROOT.glob("*.md"), *ROOT.glob("*.toml")]
+
+
+@functools.cache
+def names_in(file: Path) -> set[str]:
+    """Returns the functions, classes, "Class.method" and values that a module defines."""
+    found = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(prefix + node.name)
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign):
+                found.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(prefix + node.target.id)
+
+    visit(ast.parse(file.read_text()).body, "")
+    return found
+
+
+def located(path: str) -> Path | None:
+    """Returns the file or folder that a page means: from the root, or below jaxdist/."""
+    return next((p for p in (ROOT / path, ROOT / "jaxdist" / path) if p.exists()), None)
+
+
+def test_what_the_architecture_page_names_exists():
+    quoted = re.findall(r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`", ARCHITECTURE.read_text())
+    assert len(quoted) > 60 and sum(bool(names) for _, names in quoted) > 30
+    faults = []
+    for path, names in quoted:
+        file = located(path)
+        if file is None:
+            faults.append(path)
+        else:
+            faults += [
+                f"{path}:{name}" for name in re.split(r", ?", names) if name and name not in names_in(file)
+            ]
+    assert not faults, f"docs/architecture.md names what is not there: {faults}"
+
+
+def test_the_architecture_page_draws_all_folders():
+    page = ARCHITECTURE.read_text()
+    folders = {path.name for path in (ROOT / "jaxdist").iterdir() if (path / "__init__.py").is_file()}
+    assert len(folders) > 15 and not [name for name in folders if not re.search(rf"^ *{name}/ ", page, re.M)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not re.match(r"https?:", link)]
+    links += [
+        f"{ROOT}/{path}" for path in re.findall(r"`((?:docs|tests|benchmarks|jaxdist)/[\w/.]+\.\w+)`", text)
+    ]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_nothing_refers_to_documents_outside_the_project():
+    files = [file for file in files_of_the_project() if file != Path(__file__)]
+    assert len(files) > 300
+    faults = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for file in files
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1)
+        if ELSEWHERE.search(line)
+    ]
+    assert not faults, "\n".join(faults)
