@@ -43,7 +43,6 @@ CASES = (
             "remat=full",
             "remat=none gather_once=true",
             "remat=layers gather_once=true",
-            "edges=replicated",
             "edges=last",
         )
     ]

@@ -129,7 +129,8 @@ def parse_value(text: str, field: Field) -> Any:
 def _wrong(field: Field, value: object, mismatch: annotations.Mismatch) -> str:
     choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
     hint = suggest(value, choices) if isinstance(value, str) else ""
-    return f"{field.path}: got {value!r}, required {mismatch}.{hint}"
+    meaning = f" Meaning: {field.doc}." if choices and field.doc and not hint else ""
+    return f"{field.path}: got {value!r}, required {mismatch}.{hint}{meaning}"
 
 
 def unknown_field(path: str, schema: Iterable[str]) -> str:

@@ -30,7 +30,6 @@ from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
 MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
-Edges = Literal["sharded", "replicated", "last"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     layer, head = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))  # of a token
     placed = {name: rules.stored(names, x.shape) for name, (x, names) in spec.named_parameters().items()}
     split = any("pipeline" in axes_in(entry) for where in placed.values() for entry in where)
-    edges: Edges = "sharded" if split else "last" if cut.config.edges == "last" else "replicated"
+    edges: Literal["sharded", "last"] = "sharded" if split else "last"
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
@@ -117,16 +116,12 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
 
 def _edge_lines(found: PipelineEstimate, rules: Rules) -> Iterator[str]:
     """Yields what embedding and head cost where they are not shared out, or where that is slow."""
-    edges = found.costs.edges
     shared, whole = (
         simulate(found.schedule, replace(found.costs, edges=kind)).time for kind in ("sharded", "last")
     )
     longer = f"{whole / shared - 1:.1%}"
-    if edges != "sharded":
-        yield (
-            f"  pipeline.edges={edges}: every stage does the whole embedding and head, which "
-            f"lengthens the step by {longer}"
-        )
+    if found.costs.edges == "last":
+        yield f"  every stage does the whole embedding and head, which lengthens the step by {longer}"
     elif rules.shape.dcn["pipeline"] > 1:
         yield (
             "  mesh.dcn.pipeline: stages share out the vocabulary, so each tick sums over slices; with "

@@ -165,6 +165,8 @@ def read_config(folder: Path) -> RunConfig:
     stored = _tupled(_stored_config(folder))
     if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
         model["target"] = registry.MOVED[model["target"]]
+    if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
+        pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
     return from_config(stored)
 
 

@@ -66,9 +66,9 @@ def test_inputs_of_layers_are_counted():
 
 def test_advice_and_warnings_name_what_to_set():
     uneven = ["--config.mesh.pipeline=4", "--config.model.num_layers=7"]
-    text = "\n".join(lines(*uneven, "--config.pipeline.edges=replicated"))
+    text = "\n".join(lines(*uneven, "--config.pipeline.edges=last"))
     assert "warning: stage 0 sets the pace, 13% above the mean of the cut 2, 2, 2, 1" in text
-    assert "edges=replicated: every stage does the whole embedding and head" in text
+    assert "every stage does the whole embedding and head" in text
     assert "pipeline.microbatches=32 would have a bubble of 8.6%" in text  # 16 by default
     few = lines("--config.mesh.pipeline=2", "--config.pipeline.microbatches=2")
     assert "  pipeline.schedule=interleaved pipeline.chunks=2 would have a bubble of 20.0%" in few
@@ -77,11 +77,9 @@ def test_advice_and_warnings_name_what_to_set():
 def test_edges_that_every_stage_does_whole_have_their_cost_said():
     cost = r"every stage does the whole embedding and head, which lengthens the step by (\d+\.\d)%"
     sizes = ["--config.mesh.pipeline=4", "--config.mesh.dcn.pipeline=2"]
-    said = {kind: lines(*sizes, f"--config.pipeline.edges={kind}") for kind in ("last", "replicated")}
-    found = [re.search(cost, text[2]) for text in said.values()]
-    assert "pipeline.edges=last" in said["last"][2] and "edges=replicated" in said["replicated"][2]
-    assert found[0] and found[1] and float(found[0][1]) == float(found[1][1]) > 1
-    across = f"each tick sums over slices; with pipeline.edges=last none does, for {found[0][1]}% more work"
+    whole = re.search(cost, lines(*sizes, "--config.pipeline.edges=last")[2])
+    assert whole and float(whole[1]) > 1
+    across = f"each tick sums over slices; with pipeline.edges=last none does, for {whole[1]}% more work"
     assert across in lines(*sizes)[2]
     assert not any("slices" in line for line in lines(sizes[0]))
 

@@ -2,6 +2,7 @@
 
 import argparse
 import fnmatch
+import json
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ from jaxdist import config
 from jaxdist.config import ConfigError
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.trainer import build, cli, run_config, validation
+from jaxdist.trainer import build, cli, run_config, validation, workdir
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
@@ -119,6 +120,16 @@ def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
     runs = [parse("--config", "quickstart", free, f"--config.train.steps={n}") for n in (200, 300)]
     assert run_config.run_fingerprint(runs[0]) == run_config.run_fingerprint(runs[1])
     assert "train.steps" in run_config.harmless_on_resume(runs[0])
+
+
+def test_edges_that_are_replicated_are_refused_but_runs_that_had_them_load(tmp_path):
+    with pytest.raises(ConfigError, match=r"required one of sharded, last\. .*last: whole on each"):
+        parse("--config", "quickstart", "--config.pipeline.edges=replicated")
+    stored = config.to_config_dict(parse("--config", "quickstart")).to_dict()
+    for before, now in {"replicated": "last", "last": "last", "sharded": "sharded"}.items():
+        stored["pipeline"]["edges"] = before
+        (tmp_path / workdir.CONFIG).write_text(json.dumps(stored))
+        assert workdir.read_config(tmp_path).pipeline.edges == now
 
 
 def test_harmless_keys_exist():

@@ -29,7 +29,7 @@ class PipelineConfig:
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
     microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
     chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
-    edges: Literal["sharded", "replicated", "last"] = "sharded"  # vocabulary over stages; or whole on each
+    edges: Literal["sharded", "last"] = "sharded"  # split over stages; last: whole on each (was: replicated)
     gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
     remat: str = "layers"  # F keeps layer inputs; else that of the stage, and B's remat.policy
 

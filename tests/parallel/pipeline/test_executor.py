@@ -151,8 +151,6 @@ MANY = {
     ),
     "packed": Case(4, 8, packed=True),
     "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
-    "replicated edges": Case(4, 4, edges="replicated"),
-    "replicated edges, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, edges="replicated"),
     "last edges": Case(4, 8, edges="last", model=replace(MODEL, dropout=0.1)),
     "last edges, interleaved, packed": Case(2, 4, 2, "interleaved", edges="last", packed=True),
     "last edges, zero 2, accumulation": Case(2, 4, edges="last", fsdp=2, zero=2, accumulation=2),

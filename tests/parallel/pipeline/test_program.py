@@ -141,7 +141,7 @@ def groups_of(instruction: hlo.Instruction) -> list[list[int]]:
     return np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(dims).tolist()
 
 
-@pytest.mark.parametrize(("edges", "some"), [("last", False), ("replicated", True), ("sharded", True)])
+@pytest.mark.parametrize(("edges", "some"), [("last", False), ("sharded", True)])
 def test_with_last_edges_ticks_sum_nothing_over_stages(edges, some):
     case = Case(2, 4, fsdp=2, tensor=2, edges=edges)
     module = hlo.parse(traced(case).lower().compile(FAST_COMPILE).as_text())

@@ -24,9 +24,8 @@ class Costs:
 
     `forward` and `backward` (with its recomputation): a number or one a stage, for all chunks of a
     stage together, or [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
-    whole vocabulary on one stage; sharded edges divide it by the stages, replicated ones make every
-    stage pay all of it, and so does `last`, as all wait for the stage that has it. `hop`: what of
-    one hop is not hidden.
+    whole vocabulary on one stage; sharded edges divide it by the stages, `last` makes every stage
+    pay all of it, as all wait for the stage that has it. `hop`: what of one hop is not hidden.
     """
 
     forward: ArrayLike = 1.0
@@ -35,7 +34,7 @@ class Costs:
     head: float = 0.0
     embed_backward: float = 0.0
     hop: float = 0.0
-    edges: Literal["sharded", "replicated", "last"] = "sharded"
+    edges: Literal["sharded", "last"] = "sharded"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
