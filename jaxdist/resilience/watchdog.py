@@ -1,23 +1,24 @@
-"""Ends a process that hangs, with exit code 76, so that the run can begin again.
+"""Ends a process that hangs, with exit code 76, so that the run can restart.
 
 The process beats: it says what it begins, and each phase has its limit. A process beside it
-(`watcher`) looks at the beats, so that an interpreter lock that is never given back, a stopped process
-and a loop in C are seen, too. Only a process of ours (a command) is watched, never a notebook.
+(`watchdog_process`) reads the beats, so that an interpreter lock that is never released, a stopped
+process and a loop in C are detected, too. A process that holds the lock for ever can set no exit code:
+a signal kills it (`HANG_SIGNAL`), which `launch` reports as 76. Only a process of ours (a command) is
+watched, never a notebook.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import math
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -93,7 +94,7 @@ class Watchdog:
     def at(
         self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
     ) -> None:
-        """Says what begins now; `watcher.PHASES` has the names.
+        """Says what begins now; `watchdog_process.PHASES` has the names.
 
         Args:
           step: the one that it is for; below 0: before this process has all that it needs to begin.
@@ -116,8 +117,8 @@ class Watchdog:
         )
         packed = beat.pack()
         self._memory[watchdog_process.BEAT_AT : watchdog_process.BEAT_AT + len(packed)] = packed
-        if self._memory[watchdog_process.DOOMED_AT]:
-            time.sleep(10)  # the watcher is about to end us, when it has said why
+        if self._memory[watchdog_process.ENDING_AT]:
+            time.sleep(10)  # the watchdog is about to end this process, once it has reported why
             os._exit(EXIT_HANG)
 
     def lively(self, say: Callable[[str], None]) -> Callable[[str], None]:
@@ -193,50 +194,13 @@ def _memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-# --- exit code 76, whoever holds the interpreter lock -----------------------------------------------
-
-
-class _Context(ctypes.Structure):
-    """The head of glibc's ucontext_t, the same on x86-64 and aarch64; the rest is its own business."""
-
-    _fields_ = [
-        ("flags", ctypes.c_ulong),
-        ("link", ctypes.c_void_p),
-        ("stack", ctypes.c_void_p),
-        ("stack_flags", ctypes.c_int),
-        ("stack_bytes", ctypes.c_size_t),
-        ("rest", ctypes.c_byte * 16_384),
-    ]
-
-
-_kept: list[Any] = []  # what the thread of C uses
-
-
 def _exit_pipe() -> int:
-    """Returns a pipe; a byte in it ends this process with 76, even if no Python can run.
-
-    The kernel knows no "end that process with this code", and a thread of Python may wait for the
-    interpreter lock for ever. So a thread of C reads the pipe and then leaves: two functions of libc
-    that makecontext chains. Without glibc the pipe does nothing, and the watcher kills.
-    """
+    """Returns a pipe; a byte in it ends this process with 76, while its interpreter lock is free."""
     reader, writer = os.pipe()  # both stay open: its end of file would be read as a byte
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return writer
-    wait, leave, byte = _Context(), _Context(), ctypes.create_string_buffer(8)
-    long, address = ctypes.c_long, ctypes.addressof
-    before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())  # the thread's, for good
-    try:
-        for context in (wait, leave):
-            libc.getcontext(ctypes.byref(context))
-            stack = ctypes.create_string_buffer(1 << 16)
-            context.stack, context.stack_bytes = address(stack), len(stack)
-            _kept.append(stack)
-        wait.link = address(leave)
-        libc.makecontext(ctypes.byref(leave), libc._exit, 1, long(EXIT_HANG))
-        libc.makecontext(ctypes.byref(wait), libc.read, 3, long(reader), long(address(byte)), long(1))
-        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.setcontext, ctypes.byref(wait))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    _kept.extend((wait, leave, byte))
+
+    def leave() -> None:
+        os.read(reader, 1)
+        os._exit(EXIT_HANG)
+
+    threading.Thread(target=leave, name="watchdog", daemon=True).start()
     return writer

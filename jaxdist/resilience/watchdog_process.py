@@ -23,8 +23,9 @@ from jaxdist.telemetry.metrics import MetricsWriter
 
 BEATS = ".beats"
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
+HANG_SIGNAL = DUMP_SIGNAL - 1  # kills a process that can no longer set its exit code; launch reports 76
 PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")  # as they come in a step
-DOOMED_AT, BEAT_AT = 0, 8  # bytes in the memory shared with the process
+ENDING_AT, BEAT_AT = 0, 8  # offsets in the memory shared with the process
 _BEAT = struct.Struct("=qqqqdd")
 
 _POLL_S = 0.25
@@ -85,7 +86,7 @@ class WatchdogProcess:
         group: the same for all processes that run together, and no others.
         life: a pipe that closes when the process ends.
         memory, dump: files: its beat; where it writes its stacks at DUMP_SIGNAL.
-        leave: a pipe; a byte in it ends the process with 76.
+        leave: a pipe; a byte in it ends the process with 76, unless it holds the interpreter lock.
         """
         self.pid, self.process, self.processes = pid, process, processes
         self.folder, self.group = Path(folder), group
@@ -173,7 +174,7 @@ class WatchdogProcess:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end(self, beat: Beat, now: float, guilty: dict[int, Beat]) -> None:
-        os.pwrite(self.memory, b"\1", DOOMED_AT)  # should it wake up: it is too late
+        os.pwrite(self.memory, b"\1", ENDING_AT)  # should it wake up: it is too late
         stopped = self._is_stopped()
         stacks = self._stacks()
         main = stacks.rpartition("\n\n")[2]  # thread: written last
@@ -191,8 +192,10 @@ class WatchdogProcess:
             _print(_text(number, self.processes, fields, where.done))
         time.sleep(_LEVEL_S * level)
         os.write(self.leave, b"\1")
-        if not self._ended(_LEAVE_S):
-            os.kill(self.pid, signal.SIGKILL)
+        for number in (HANG_SIGNAL, signal.SIGKILL):  # the interpreter lock is held, or it leaves in vain
+            if self._ended(_LEAVE_S):
+                return
+            os.kill(self.pid, number)
 
     def _is_stopped(self) -> bool:
         """Returns whether a signal has stopped the process; it runs again, to write its stacks."""

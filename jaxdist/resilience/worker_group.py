@@ -12,6 +12,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxdist.resilience import EXIT_HANG
+from jaxdist.resilience.watchdog_process import HANG_SIGNAL
+
 _LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
 # Kills the process groups it is told of, should the agent's end of the pipe close first.
@@ -116,9 +119,13 @@ class WorkerGroup:
         self._out(f"[{number}] {text}")
 
     def codes(self) -> dict[int, int]:
-        """Returns the exit codes of the processes that have ended, -N for signal N."""
+        """Returns the exit codes of the processes that have ended, -N for signal N, 76 for a hang."""
         ended = {number: process.poll() for number, process in self.processes.items()}
-        return {number: code for number, code in ended.items() if code is not None}
+        return {
+            number: EXIT_HANG if code == -HANG_SIGNAL else code
+            for number, code in ended.items()
+            if code is not None
+        }
 
     def signal(self, number: int) -> None:
         """Signals the processes that still run, not what they have started."""

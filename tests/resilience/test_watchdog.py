@@ -68,7 +68,10 @@ def test_a_hang_ends_with_76_and_is_described(tmp_path, kind):
     done = run_small(tmp_path, HANGS[kind])
     after_s = time.time() - float((tmp_path / "began").read_text())
     print(f"{kind}: ended {after_s:.1f} s after the beat (limit {LIMIT_S} s)")
-    assert done.returncode == EXIT_HANG, (done.returncode, done.stderr[-2000:])
+    expected = (
+        -watchdog_process.HANG_SIGNAL if kind == "lock held" else EXIT_HANG
+    )  # which launch reports as 76
+    assert done.returncode == expected, (done.returncode, done.stderr[-2000:])
     (event,) = [e for e in read_events(tmp_path) if e["event"] == "hang"]
     assert event["process"] == 0 and event["phase"] == "data" and event["at_step"] == 5
     assert event["step"] == 4 and event["sample"] == 32
@@ -77,6 +80,18 @@ def test_a_hang_ends_with_76_and_is_described(tmp_path, kind):
     assert event["stopped_by_signal"] == (kind == "stopped")
     assert LIMIT_S <= event["waited_s"] and after_s < LIMIT_S + MOST_S
     assert not (tmp_path / ".beats").exists()
+
+
+def test_launch_reports_a_process_that_held_the_interpreter_lock_as_76(tmp_path):
+    code = SMALL.replace("BODY", HANGS["lock held"]).replace("LIMIT", str(LIMIT_S))
+    agent = [sys.executable, "-m", "jaxdist.launch", "--max-restarts", "0", "--"]
+    done = subprocess.run(
+        [*agent, sys.executable, "-c", code, str(tmp_path)],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_HANG and "ended with exit code 76" in done.stderr, done.stderr[-2000:]
 
 
 def test_a_slow_step_is_no_hang_and_nothing_is_left(tmp_path):
