@@ -243,7 +243,7 @@ def test_an_unknown_export_is_an_attribute_error():
         _ = jaxdist.nope
 
 
-WITHOUT_JAX = {"launch", "report", "checkpoint.__main__", "config", "hardware", "storage"}
+WITHOUT_JAX = {"launch", "report", "checkpoint.__main__", "config", "hardware", "parallel.axes", "storage"}
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_JAX))

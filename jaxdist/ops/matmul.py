@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.mesh import BATCH_AXES
+from jaxdist.parallel.axes import BATCH_AXES
 
 Names = tuple[str | None, ...]
 

@@ -1,4 +1,4 @@
-"""The device mesh: six named axes, each with a part inside a slice (ICI) and a part across (DCN).
+"""The device mesh: the axes of `axes.TABLE`, each with a part inside a slice (ICI) and a part across (DCN).
 
 `mesh.<axis>` is the whole size of an axis; `mesh.dcn.<axis>` says how much of it crosses slices.
 Axes are ordered outermost first, so neighbouring devices end up on `tensor`, which talks most.
@@ -17,11 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError
-
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
-CHATTY_AXES = ("expert", "context", "tensor")  # they talk inside every layer: not across DCN
-NOT_YET = ("expert", "context")
+from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, NOT_YET
 
 
 @dataclass(frozen=True)
@@ -123,9 +119,10 @@ def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -
         if sizes[axis] % dcn[axis]
     ]
     if not force:
+        *others, last = CROSSING_AXES
         faults += [
             f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined "
-            f"by slow links; put slices on data, fsdp or pipeline, or set mesh.dcn.force=true"
+            f"by slow links; put slices on {', '.join(others)} or {last}, or set mesh.dcn.force=true"
             for axis in CHATTY_AXES
             if dcn[axis] > 1
         ]
@@ -176,7 +173,7 @@ def arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
         return _on_torus(partial(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices))
     # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per axis.
     grid = np.asarray(devices).reshape(dcn + ici)
-    order = [axis for pair in zip(range(6), range(6, 12), strict=True) for axis in pair]
+    order = np.arange(2 * len(AXES)).reshape(2, -1).T.ravel()
     return grid.transpose(order).reshape(sizes)
 
 

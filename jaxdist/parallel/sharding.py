@@ -17,7 +17,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel.mesh import BATCH_AXES, MeshConfig, MeshShape
+from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES
+from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
 
 
@@ -54,10 +55,10 @@ class Rules:
     def activation(self, names: Names, dims: Sequence[int]) -> P:
         """Returns the spec of an activation; axes that don't divide a dim are left out."""
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
-        axes |= {"batch": BATCH_AXES, "sequence": ("context",)}
+        axes |= {"batch": BATCH_AXES, "sequence": SEQUENCE_AXES}
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
-        axes |= {"batch_of_group": ("data", "expert"), "width": ("fsdp",)}
-        axes["residual"] = ("context", "tensor") if self.sequence_parallel else ("context",)
+        axes |= {"batch_of_group": tuple(a for a in BATCH_AXES if a != "fsdp"), "width": ("fsdp",)}
+        axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
         return P(*(self._fitting(axes.get(n, ()), d) for n, d in zip(names, dims, strict=True)))
 
     def _fitting(self, axes: Sequence[str], dim: int) -> tuple[str, ...] | str | None:
@@ -83,12 +84,9 @@ class Rules:
         return axes if len(axes) > 1 else axes[0]
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
-        if name == "stages":
-            return ("pipeline",)
+        over_stages = name == "stages" or (name == "vocab" and self.vocab_over_stages)
         axis = PARAMETER_AXES.get(name or "")
-        if name == "vocab" and self.vocab_over_stages:
-            return ("pipeline", "tensor")
-        return (axis,) if axis else ()
+        return ("pipeline",) * over_stages + ((axis,) if axis else ())
 
     def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
         """Returns the dim that fsdp shards: d_model, or else the largest that divides."""

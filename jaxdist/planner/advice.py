@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel import remat
+from jaxdist.parallel import axes, remat
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import memory, targets
@@ -24,10 +24,6 @@ from jaxdist.trainer.run_config import RunConfig
 
 LEAST = 0.01  # of the peak: what saves less is no advice
 SURE = 0.95  # of the capacity: what an account may be off by is left free
-_AXES = (  # (axis, largest size tried, note); 8 GPUs share a node's NVLink
-    ("tensor", 8, "same losses; two sums of activations a layer, so within fast links only"),
-    ("pipeline", 16, "same losses; a bubble of (p - 1) / (microbatches + p - 1)"),
-)
 
 
 @dataclass(frozen=True)
@@ -155,11 +151,11 @@ def _candidates(
     chunk = run.model.get("loss_chunk")
     if chunk is not None and (chunk == 0 or chunk > 256):
         yield "model.loss_chunk=256", "same losses; smaller products in the loss"
-    for axis, most, note in _AXES:
-        options = [n for n in (2, 4, 8, 16) if sizes[axis] < n <= most]
-        size = one_of(f"mesh.{axis}={{}} mesh.fsdp=-1 mesh.data=1".format, options)
+    for axis in reversed(axes.TABLE):  # what splits least of the program first
+        options = [n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to]
+        size = one_of(f"mesh.{axis.name}={{}} mesh.fsdp=-1 mesh.data=1".format, options)
         if size:
-            yield f"mesh.{axis}={size} mesh.fsdp=-1 mesh.data=1", note
+            yield f"mesh.{axis.name}={size} mesh.fsdp=-1 mesh.data=1", axis.advice
     if run.mesh.zero < 3:
         yield "mesh.zero=3", "same losses; weights are gathered in every layer, forward and backward"
     if run.remat.policy == "full" and sizes["pipeline"] == 1:
@@ -175,7 +171,7 @@ def _candidates(
 def _smaller_parts(run: RunConfig, shape: MeshShape, one_of) -> Iterator[tuple[str, str]]:
     flow, parts = build.num_microbatches(run, shape), run.batch.accumulation
     each = run.batch.global_size // (parts * flow * shape.batch_shards)
-    factors = [n for n in range(2, each + 1) if each % n == 0]
+    factors = axes.divisors(each)[1:]
     if flow > 1:
         factor = one_of(lambda n: f"pipeline.microbatches={flow * n}", factors)
         if factor:

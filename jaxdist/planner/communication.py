@@ -17,7 +17,8 @@ from pathlib import PurePath
 
 import numpy as np
 
-from jaxdist.parallel.mesh import BATCH_AXES, CHATTY_AXES, MeshShape
+from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
+from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import time_text
@@ -271,11 +272,12 @@ def _slow_links(found: Sequence[Collective]) -> Iterator[str]:
     for one in found:
         if one.link is not None and one.link.name in _SLOW and set(one.axis.split("+")) & set(CHATTY_AXES):
             groups.setdefault((one.axis, one.link.name), []).append(one)
+    *others, last = CROSSING_AXES
     for (axis, link), group in groups.items():
         seconds = time_text(sum(one.step_s for one in group))
         yield (
             f"mesh axis {axis} talks in every layer, over {link}: {seconds} a step ({_places(group)}); keep "
-            f"it inside what fast links join, and let mesh.data, fsdp or pipeline cross the slow ones"
+            f"it inside what fast links join, and let mesh.{', '.join(others)} or {last} cross the slow ones"
         )
 
 

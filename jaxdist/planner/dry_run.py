@@ -12,7 +12,8 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.parallel.mesh import AXES, MeshConfig, build_mesh
+from jaxdist.parallel.axes import AXES
+from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
 from jaxdist.step.train_step import TrainStep

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
+from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
+from jaxdist.parallel.axes import BUILT, CROSSING_AXES, REST_AXIS, STATE_AXES, STEP_AXES, divisors
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
@@ -33,9 +35,10 @@ REMAT = (
     f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
 )  # fmt: skip
 KEYS = (
-    "mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.dcn.pipeline", "mesh.dcn.data",
-    "mesh.dcn.fsdp", "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule",
-    "pipeline.microbatches", "pipeline.chunks", "remat.policy",
+    *(f"mesh.{axis}" for axis in BUILT),
+    *(f"mesh.dcn.{axis}" for axis in BUILT if axis in CROSSING_AXES),
+    "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
+    "pipeline.chunks", "remat.policy",
 )  # fmt: skip
 _MADE_BY = {"out": "attention_projection", "gate": "mlp_gate", "up": "mlp_up", "down": "mlp_out"}
 _WIDE = ("query", "key", "value", "mlp_gate", "mlp_up")  # activations not of the model's width
@@ -146,28 +149,24 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     return legal, dict(faults.most_common()), spec
 
 
-def _meshes(asked: MeshConfig, target: Target) -> Iterator[MeshConfig]:
+def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
     total, slices = target.num_devices, target.num_slices
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    for pipeline, data, tensor in product(divisors, repeat=3):
-        if total % (pipeline * data * tensor):
+    varied = [axis for axis in BUILT if axis != "fsdp"]  # which takes the rest
+    for sizes in product(divisors(total), repeat=len(varied)):
+        if total % math.prod(sizes):
             continue
         mesh = replace(
-            asked,
-            pipeline=pipeline,
-            data=data,
-            fsdp=total // (pipeline * data * tensor),
-            tensor=tensor,
+            base,
+            **dict(zip(varied, sizes, strict=True)),
+            fsdp=total // math.prod(sizes),
             dcn=DcnConfig(),
             zero=3,
             sequence_parallel=False,
         )
-        if data % slices == 0:
-            yield mesh
-        if slices > 1 and pipeline % slices == 0:
-            yield replace(mesh, dcn=DcnConfig(pipeline=slices, data=1))
-        if slices > 1 and mesh.fsdp % slices == 0:
-            yield replace(mesh, dcn=DcnConfig(fsdp=slices, data=1))
+        for axis in CROSSING_AXES if slices > 1 else (REST_AXIS,):
+            if getattr(mesh, axis) % slices == 0:
+                dcn: dict[str, Any] = {} if axis == REST_AXIS else {axis: slices, REST_AXIS: 1}
+                yield replace(mesh, dcn=DcnConfig(**dcn))
 
 
 def candidates(
@@ -190,7 +189,7 @@ def candidates(
 def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
     """Yields the ways to cut up the batch: in accumulation steps, or microbatches and chunks."""
     each, stages = run.batch.global_size // shape.batch_shards, shape.sizes["pipeline"]
-    for n in (n for n in range(1, each + 1) if each % n == 0):
+    for n in divisors(each):
         if stages == 1:
             yield replace(run, batch=replace(run.batch, accumulation=n))
             continue
@@ -214,9 +213,7 @@ def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
 def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
     """Returns the bytes of optimizer state per parameter."""
     found = memory.moments(run, spec, _rules(run, shape, spec), target)["update"].get("optimizer state", 0)
-    return (
-        found * shape.sizes["fsdp"] * shape.sizes["tensor"] * shape.sizes["pipeline"] / spec.parameter_count
-    )
+    return found * math.prod(shape.sizes[axis] for axis in STATE_AXES) / spec.parameter_count
 
 
 def depth_of(spec: ModelSpec) -> int:
@@ -277,7 +274,7 @@ class _Model:
             update=(2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm,
             gathers=self._time("all-gather", gathered, shape, "fsdp"),
             gradients=self._time(reduced, 4 * passes * local, shape, "fsdp")
-            + self._time("all-reduce", 4 * passes * partial, shape, "data"),
+            + sum(self._time("all-reduce", 4 * passes * partial, shape, axis) for axis in STEP_AXES),
             tensor=self._time("all-reduce", sums * x, shape, "tensor"),
             stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
             + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jaxdist.parallel.axes import BUILT, divisors
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.pipeline.schedules import bubble_fraction
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
@@ -31,20 +33,15 @@ MIN_LAYERS = 4  # of a stage: fewer leave nothing to balance
 class Suggestion:
     """A layout by rule, with what each step said."""
 
-    pipeline: int
-    data: int
-    fsdp: int
-    tensor: int
-    zero: int
+    mesh: MeshConfig
     microbatches: int
     reasons: tuple[str, ...]
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The layout as on a command line."""
-        sizes = {axis: getattr(self, axis) for axis in ("pipeline", "data", "fsdp", "tensor", "zero")}
-        extra = (f"pipeline.microbatches={self.microbatches}",) if self.pipeline > 1 else ()
-        return (*(f"mesh.{name}={size}" for name, size in sizes.items()), *extra)
+        mesh = tuple(f"mesh.{name}={getattr(self.mesh, name)}" for name in (*BUILT, "zero"))
+        return mesh + (f"pipeline.microbatches={self.microbatches}",) * (self.mesh.pipeline > 1)
 
 
 def devices_needed(num_parameters: float, memory_bytes: float) -> int:
@@ -73,11 +70,11 @@ def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Sugge
     say = [f"fit: {state / 1e9:.0f} GB of state at 12 bytes{held}"]
 
     node = target.shape[1] if target.platform == "gpu" else total
-    tensor = max(n for n in _divisors(node) if n <= row[1])
+    tensor = max(n for n in divisors(node) if n <= row[1])
     say.append(f"tensor {tensor}: the table has {row[1]}, a node {node} devices")
 
     most = max(1, min(row[2], num_layers // MIN_LAYERS))
-    pipeline = max(p for p in _divisors(total // tensor) if p <= most)
+    pipeline = max(p for p in divisors(total // tensor) if p <= most)
     say.append(f"pipeline {pipeline}: the table has {row[2]}; {num_layers / pipeline:.3g} layers a stage")
 
     microbatches = max(1, 4 * (pipeline - 1))
@@ -97,7 +94,8 @@ def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Sugge
         needed = devices_needed(num_parameters, FOR_STATE * _memory(target))
         say.append(f"does not fit: at 12 bytes a parameter it takes {needed} devices")
     sharded = rest if zero else 1
-    return Suggestion(pipeline, rest // sharded, sharded, tensor, zero, microbatches, tuple(say))
+    mesh = MeshConfig(pipeline=pipeline, data=rest // sharded, fsdp=sharded, tensor=tensor, zero=zero)
+    return Suggestion(mesh, microbatches, tuple(say))
 
 
 def _torus(target: Target, tokens_per_device: float | None) -> Suggestion:
@@ -116,7 +114,8 @@ def _torus(target: Target, tokens_per_device: float | None) -> Suggestion:
             say.append(f"tensor {tensor}: {tokens_per_device:.0f} tokens are fewer, weights stay split")
     if target.num_slices > 1:
         say.append(f"data {target.num_slices}: one replica a slice, only gradients cross DCN")
-    return Suggestion(1, target.num_slices, inside // tensor, tensor, 3, 1, tuple(say))
+    mesh = MeshConfig(data=target.num_slices, fsdp=inside // tensor, tensor=tensor)
+    return Suggestion(mesh, 1, tuple(say))
 
 
 def _fits(num_parameters: float, target: Target, policy: str, shards: int, zero: int) -> bool:
@@ -126,7 +125,3 @@ def _fits(num_parameters: float, target: Target, policy: str, shards: int, zero:
 
 def _memory(target: Target) -> float:
     return target.chip.capacity_bytes if target.chip else math.inf
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from jaxdist.parallel.axes import BUILT
 from jaxdist.planner import layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
@@ -313,10 +314,8 @@ def _left_out(one: Candidate, ranked: Sequence[Compiled]) -> str:
 
 
 def _as_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(
-        one.shape.sizes[axis] == getattr(rule, axis) for axis in ("pipeline", "data", "fsdp", "tensor")
-    )
-    return same and (rule.fsdp == 1 or one.run.mesh.zero == rule.zero)
+    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in BUILT)
+    return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 
 def _compared(rule: rules_of_thumb.Suggestion, found, fitting, ranked: Sequence[Compiled]) -> dict[str, Any]:

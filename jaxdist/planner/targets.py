@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jaxdist.config import ConfigError, extras, suggest
 from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
+from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
 
@@ -128,7 +129,7 @@ def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _arranged(target: Target, sizes: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
-    shape = MeshShape(*(dict(zip(mesh.AXES, part, strict=True)) for part in (sizes, dcn)))
+    shape = MeshShape(*(dict(zip(AXES, part, strict=True)) for part in (sizes, dcn)))
     return np.vectorize(lambda device: device.id)(mesh.arrange(shape, target.stand_ins()))
 
 

@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxdist.parallel.axes import AXES, BATCH_AXES, KEPT_AXES, REST_AXIS, divisors
 from jaxdist.telemetry.metrics import read_events
 
 FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"  # set by launch --min-processes; 0: as at the first start
-
-# Kept first to last: losing stages or tensor shards changes more of the program than fsdp shards.
-_MODEL_AXES = ("pipeline", "tensor", "context", "expert", "fsdp")
 
 Run = TypeVar("Run", bound=Any)  # RunConfig, which lives above
 
@@ -53,26 +51,22 @@ def fit(
     found = []
     for axes in _candidates(full.axes, devices, dcn):
         parts = _shards(axes) * _flow(axes, microbatches)
-        legal = (n for n in _divisors(global_size // parts) if global_size // (parts * n) <= most)
+        legal = (n for n in divisors(global_size // parts) if global_size // (parts * n) <= most)
         if global_size % parts == 0 and (accumulation := next(legal, None)):
-            sizes = [axes[axis] for axis in _MODEL_AXES]
+            sizes = [axes[axis] for axis in KEPT_AXES]
             found.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
     return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
 def _candidates(axes: Mapping[str, int], devices: int, dcn: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    choices = [[n for n in _divisors(axes[a]) if n % max(dcn.get(a, 1), 1) == 0] for a in _MODEL_AXES]
+    choices = [[n for n in divisors(axes[a]) if n % max(dcn.get(a, 1), 1) == 0] for a in KEPT_AXES]
     for sizes in itertools.product(*choices):
         if devices % math.prod(sizes) == 0:
-            yield dict(zip(_MODEL_AXES, sizes, strict=True)) | {"data": devices // math.prod(sizes)}
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+            yield dict(zip(KEPT_AXES, sizes, strict=True)) | {REST_AXIS: devices // math.prod(sizes)}
 
 
 def _shards(axes: Mapping[str, int]) -> int:
-    return axes["data"] * axes["fsdp"] * axes["expert"]
+    return math.prod(axes[axis] for axis in BATCH_AXES)
 
 
 def _flow(axes: Mapping[str, int], microbatches: int) -> int:
@@ -92,7 +86,7 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
     """Returns `fit` for a run's config as nested mappings (config.json); None also if it is no config."""
     try:
         mesh, batch = config["mesh"], config["batch"]
-        axes = {axis: mesh[axis] for axis in ("data", *_MODEL_AXES)}
+        axes = {axis: mesh[axis] for axis in AXES}
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {axis: full_devices // known if size == -1 else size for axis, size in axes.items()}
         return fit(
@@ -139,7 +133,7 @@ def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
     before = [start["devices"] for start in _starts(folder)][-1:]
     if before in ([], [devices]):
         return None
-    sizes = {axis: getattr(run.mesh, axis) for axis in ("data", *_MODEL_AXES)}
+    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size != 1}
     return {
         "devices_before": before[0],

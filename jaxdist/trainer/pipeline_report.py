@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxdist.parallel.axes import divisors
 from jaxdist.parallel.pipeline.schedules import (
     Balance,
     Costs,
@@ -105,11 +106,7 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         yield f"  warning: {warning}"
     yield from _edge_lines(found, rules)
     for option in microbatch_options(
-        plan.stages,
-        plan.microbatches,
-        plan.chunks,
-        choices=[n for n in range(1, each + 1) if each % n == 0],
-        layers=sum(found.balance.cut),
+        plan.stages, plan.microbatches, plan.chunks, choices=divisors(each), layers=sum(found.balance.cut)
     ):
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist import config as configs
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
-from jaxdist.parallel.mesh import AXES
+from jaxdist.parallel.axes import AXES, BATCH_AXES, BUILT, SEQUENCE_AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.trainer import run_config, validation
 from jaxdist.trainer.run_config import RunConfig
@@ -126,7 +126,8 @@ def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
 def layouts_for(run: RunConfig, num_devices: int) -> list[CaseLayout]:
     """Returns the layouts of so many devices that are proved, the config's own last."""
     n = num_devices
-    found = [CaseLayout(f"data {n}", {"mesh.data": n}), CaseLayout(f"fsdp {n}", {"mesh.fsdp": n})]
+    samples = [axis for axis in BUILT if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
+    found = [CaseLayout(f"{axis} {n}", {f"mesh.{axis}": n}) for axis in samples]
     found += [
         CaseLayout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage}) for stage in range(3)
     ]

@@ -16,7 +16,8 @@ from jaxdist.models.lora import LoraConfig, adapted
 from jaxdist.models.transformer import Transformer
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel import execution, placement, sharding
-from jaxdist.parallel.mesh import AXES, MeshConfig, MeshShape, build_mesh, resolve_mesh
+from jaxdist.parallel.axes import AXES
+from jaxdist.parallel.mesh import MeshConfig, MeshShape, build_mesh, resolve_mesh
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import describe

@@ -1,6 +1,7 @@
 """The programs in tests/hlo: what each was compiled for, and its collectives."""
 
-from jaxdist.parallel.mesh import AXES, MeshShape
+from jaxdist.parallel.axes import AXES
+from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import communication, targets
 from jaxdist.telemetry import hlo
 from support.paths import HLO

@@ -1,0 +1,63 @@
+"""The mesh axes: one table that the mesh, elastic restarts, the planner and verification read.
+
+A new axis is a row here and a field of `MeshConfig` and `DcnConfig`; what it splits in a model is a
+rule of `sharding` or `param_names`. No jax: `launch` reads it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Splits = Literal["batch", "sequence", "layers", "experts", "parameters", "dims"]
+Talks = Literal["step", "tick", "layer"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is known of a mesh axis."""
+
+    name: str
+    splits: tuple[Splits, ...]  # parameters: as stored; dims: heads, feed-forward and vocabulary
+    talks: Talks  # how often its devices exchange data
+    crosses_slices: bool  # whether it may span slices, over DCN, without mesh.dcn.force
+    keeps: int  # rank in which its size is kept on fewer devices, shrinking by divisors; 0: it takes the rest
+    built: bool = True
+    advised_up_to: int = 1  # the largest size that `plan` advises to save memory; 1: none
+    advice: str = ""  # and what that costs
+
+
+# Outermost first, so that neighbouring devices are on the axis that talks most. Losing stages or tensor
+# shards changes more of the program than losing fsdp shards. 8 GPUs share a node's NVLink.
+TABLE = (
+    Axis("pipeline", ("layers",), "tick", crosses_slices=True, keeps=1, advised_up_to=16,
+         advice="same losses; a bubble of (p - 1) / (microbatches + p - 1)"),
+    Axis("data", ("batch",), "step", crosses_slices=True, keeps=0),
+    Axis("fsdp", ("batch", "parameters"), "layer", crosses_slices=True, keeps=5),
+    Axis("expert", ("batch", "experts"), "layer", crosses_slices=False, keeps=4, built=False),
+    Axis("context", ("sequence",), "layer", crosses_slices=False, keeps=3, built=False),
+    Axis("tensor", ("dims",), "layer", crosses_slices=False, keeps=2, advised_up_to=8,
+         advice="same losses; two sums of activations a layer, so within fast links only"),
+)  # fmt: skip
+
+AXES = tuple(axis.name for axis in TABLE)
+NOT_YET = tuple(axis.name for axis in TABLE if not axis.built)
+BUILT = tuple(axis.name for axis in TABLE if axis.built)
+BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)
+SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
+STATE_AXES = tuple(axis.name for axis in TABLE if not set(axis.splits) <= {"batch", "sequence"})
+CHATTY_AXES = tuple(axis.name for axis in TABLE if not axis.crosses_slices)  # they talk inside every layer
+STEP_AXES = tuple(axis.name for axis in TABLE if axis.talks == "step")  # they add up gradients
+# Those that may cross slices, the one that talks least first.
+CROSSING_AXES = tuple(
+    axis.name
+    for axis in sorted(TABLE, key=lambda axis: ("step", "tick", "layer").index(axis.talks))
+    if axis.crosses_slices
+)
+REST_AXIS = next(axis.name for axis in TABLE if not axis.keeps)
+KEPT_AXES = tuple(axis.name for axis in sorted(TABLE, key=lambda axis: axis.keeps) if axis.keeps)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the sizes that divide a number, the smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
