@@ -16,7 +16,6 @@ from jaxdist import config
 from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
-from jaxdist.resilience import EXIT_PEER_LOST
 from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        return EXIT_PEER_LOST if getattr(error, "errno", None) in _OF_MACHINE else config.EXIT_CONFIG
+        return config.EXIT_PEER_LOST if getattr(error, "errno", None) in _OF_MACHINE else config.EXIT_CONFIG
 
 
 def _say(text: str) -> None:

@@ -12,12 +12,12 @@ import jax
 
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.state_dict import LayoutError
-from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.config import EXIT_NO_CHECKPOINT, EXIT_PREEMPTED, ConfigError
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.planner import dry_run
 from jaxdist.planner.plan import explain_shortage
-from jaxdist.resilience import EXIT_PREEMPTED, elastic
+from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog

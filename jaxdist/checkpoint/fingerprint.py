@@ -43,10 +43,11 @@ def prepare(abstract: Mapping[str, Any]) -> None:
 
 @jax.jit
 def _sums(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    return jnp.stack([_sum(array) for array in arrays.values()])
+    return jnp.stack([array_sum(array) for array in arrays.values()])
 
 
-def _sum(array: jax.Array) -> jax.Array:
+def array_sum(array: jax.Array) -> jax.Array:
+    """Returns the uint32 sum of an array, or of one device's part; a change of one element changes it."""
     if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize == 1:
         array = array.astype(jnp.uint8)  # also what is smaller than a byte
     kind = _UINTS[array.dtype.itemsize]

@@ -1,6 +1,15 @@
 """Typed configuration without jax: errors, schemas, config files and overrides."""
 
-from jaxdist.config.errors import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError, Parser, suggest
+from jaxdist.config.errors import (
+    EXIT_CONFIG,
+    EXIT_HANG,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PEER_LOST,
+    EXIT_PREEMPTED,
+    ConfigError,
+    Parser,
+    suggest,
+)
 from jaxdist.config.files import apply_overrides, help_text, load, packaged_folders
 from jaxdist.config.schema import (
     MISSING,
@@ -20,7 +29,10 @@ from jaxdist.config.schema import (
 
 __all__ = [
     "EXIT_CONFIG",
+    "EXIT_HANG",
     "EXIT_NO_CHECKPOINT",
+    "EXIT_PEER_LOST",
+    "EXIT_PREEMPTED",
     "MISSING",
     "Change",
     "ConfigError",

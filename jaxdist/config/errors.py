@@ -5,6 +5,9 @@ import difflib
 import typing
 from collections.abc import Iterable
 
+EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
+EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
+EXIT_HANG = 76  # killed by the watchdog
 EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 

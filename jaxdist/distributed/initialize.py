@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import cache_key  # no public doors; the same names in 0.10 to 0.12
+from jax._src import cache_key  # neither has a public name; see where they are used
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
@@ -111,7 +111,10 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _listen_on_loopback() -> None:
-    """Makes CPU collectives listen on loopback; by default they take the host's own address."""
+    """Makes CPU collectives listen on loopback; by default they take the host's own address.
+
+    jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no address.
+    """
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
@@ -120,7 +123,8 @@ def _listen_on_loopback() -> None:
 def _share_compiled_programs() -> None:
     """Gives a CPU program one key in the compile cache for all processes of this machine.
 
-    jax's key has each process's own devices in it, and only process 0 writes: no other ever reads.
+    jax's key has each process's own devices in it, and only process 0 writes: no other ever reads, and
+    compiles the step again at each start (7 to 9 s of CPU for a small model). jax has no setting for it.
     """
     asked = cache_key._hash_accelerator_config
 

@@ -1,13 +1,9 @@
-"""Surviving: signals, lost processes, fewer machines. The exit codes that commands agree on."""
+"""Failures handled: signals, lost and hanging processes, fewer machines, numerical faults."""
 
 import signal
 from collections.abc import Mapping
 
 from jaxdist.config import ConfigError
-
-EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
-EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
-EXIT_HANG = 76  # killed by the watchdog; 77 and 78 are in jaxdist.config
 
 _DEAF = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # no handler may take two; the agent has the third
 STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"  # variable: more signals that ask to stop, e.g. SIGUSR1,SIGUSR2

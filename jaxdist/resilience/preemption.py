@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT_PREEMPTED, ConfigError
 from jaxdist.distributed import coordination, initialize
-from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, stop_signals
+from jaxdist.resilience import stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
 _FEW = 64  # processes that look so often; more look less often, for at most 256 looks a second in all
@@ -163,7 +163,7 @@ def own_process() -> Iterator[None]:
             _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        if coordination.kv_client() is not None:
+        if jax.distributed.is_initialized():
             _fail(error)
         raise
 
@@ -179,8 +179,8 @@ def join() -> str | None:
       ConfigError: a scheduler was detected, but not its group.
     """
     global _owned, _script
-    said = initialize.prepare() if coordination.kv_client() is None else None
-    if coordination.kv_client() is not None and not _owned:
+    said = initialize.prepare() if not jax.distributed.is_initialized() else None
+    if jax.distributed.is_initialized() and not _owned:
         _owned = _script = True
         _listen()
         sys.excepthook = lambda _, error, __: _fail(error)
@@ -189,7 +189,7 @@ def join() -> str | None:
 
 def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
-    if coordination.kv_client() is None and initialize.detect_launcher(environ) == initialize.LAUNCH:
+    if not jax.distributed.is_initialized() and initialize.detect_launcher(environ) == initialize.LAUNCH:
         raise ConfigError(
             f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not "
             f"joined to "
@@ -219,7 +219,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
     own_fault = "resource_exhausted" in text  # of memory, that of NCCL too
     if (
         _owned
-        and coordination.kv_client() is not None
+        and jax.distributed.is_initialized()
         and not own_fault
         and any(words in text for words in _LOST)
     ):
@@ -228,7 +228,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
 
 
 def _leave_group(code: int) -> None:
-    if coordination.kv_client() is not None:
+    if jax.distributed.is_initialized():
         _leave(code)
 
 

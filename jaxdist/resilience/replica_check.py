@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes an element
+from jaxdist.checkpoint import fingerprint
 
 
 class Comparison(NamedTuple):
@@ -79,17 +78,10 @@ def _free_axes(sharding: NamedSharding) -> list[int]:
 def _summing(*shardings: NamedSharding) -> Callable[..., jax.Array]:
     mesh = shardings[0].mesh
     local = jax.shard_map(
-        lambda *parts: jnp.stack([_sum(part) for part in parts])[None],
+        lambda *parts: jnp.stack([fingerprint.array_sum(part) for part in parts])[None],
         mesh=mesh,
         in_specs=tuple(s.spec for s in shardings),
         out_specs=P(mesh.axis_names),
         check_vma=False,
     )
     return jax.jit(local, out_shardings=NamedSharding(mesh, P()))
-
-
-def _sum(part: jax.Array) -> jax.Array:
-    """Returns a uint32 that any change of one element changes: its bits times odd numbers, added up."""
-    part = part.astype(jnp.uint8) if part.dtype == jnp.bool_ else part
-    bits = lax.bitcast_convert_type(part, _UINTS[part.dtype.itemsize]).astype(jnp.uint32).reshape(-1)
-    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT_PREEMPTED
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
-from jaxdist.resilience import EXIT_PEER_LOST, EXIT_PREEMPTED, elastic, stop_signals
+from jaxdist.resilience import elastic, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, run_folder
 from jaxdist.resilience.worker_group import WorkerGroup
 

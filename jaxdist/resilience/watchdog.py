@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import jaxdist
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_HANG, ConfigError
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
-from jaxdist.resilience import EXIT_HANG, preemption, watchdog_process
+from jaxdist.resilience import preemption, watchdog_process
 
 _STEPS = 31  # whose times make the median
 _TIDY_S = 5  # for the watcher to end

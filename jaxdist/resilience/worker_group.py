@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxdist.resilience import EXIT_HANG
+from jaxdist.config import EXIT_HANG
 from jaxdist.resilience.watchdog_process import HANG_SIGNAL
 
 _LAST_LINES = 15
