@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -50,15 +51,20 @@ def attention(
       implementation: "auto" asks the platform; others force one (tests, measurements).
 
     Raises:
+      AssertionError: shapes that are not [B, S, H, N] and [B, S, K, N] twice.
       ValueError: heads that don't group, an unknown implementation, a window without causal.
     """
-    _check(q_BSHN, k_BSKN, v_BSKN, causal, window, implementation)
+    chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
+    chex.assert_equal_shape([k_BSKN, v_BSKN])
+    chex.assert_equal_shape([q_BSHN, k_BSKN], dims=(0, 1, 3))
+    _check(q_BSHN.shape[2], k_BSKN.shape[2], causal, window, implementation)
     length, head_size = q_BSHN.shape[1], q_BSHN.shape[-1]
     window = window if window and window < length else None  # kernels without a window do less
     options = Options(scale or head_size**-0.5, causal, softcap, window)
-    packed = segment_ids_BS is not None
-    auto = implementation == "auto"
-    backend = choose(q_BSHN, options, segments=packed) if auto else BACKENDS[implementation]
+    if implementation == "auto":
+        backend = choose(q_BSHN, options, segments=segment_ids_BS is not None)
+    else:
+        backend = BACKENDS[implementation]
     k_BSKN, v_BSKN = _spread(k_BSKN, q_BSHN), _spread(v_BSKN, q_BSHN)
     run = partial(backend.run, options=options)
     run = partial(_per_device, run) if backend.is_kernel else run
@@ -66,17 +72,10 @@ def attention(
     return checkpoint_name(out, OUT)
 
 
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, window: int | None, implementation: str
-) -> None:
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+def _check(heads: int, kv_heads: int, causal: bool, window: int | None, implementation: str) -> None:
+    if heads % kv_heads:
         raise ValueError(
-            f"attention: q {q.shape}, k {k.shape}, v {v.shape}; required: [B, S, H, N], "
-            f"[B, S, K, N], [B, S, K, N] with equal B, S and N"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"attention: {q.shape[2]} query heads do not group over {k.shape[2]} kv heads; "
+            f"attention: {heads} query heads do not group over {kv_heads} kv heads; "
             f"make num_heads a multiple of num_kv_heads"
         )
     if window is not None and (not causal or window < 1):
@@ -120,13 +119,10 @@ def _per_device(
         return kernel(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
     q_spec = now.rules.activation(("batch", None, "heads", None), q_BSHN.shape)
     kv_spec = now.rules.activation(("batch", None, "kv_heads", None), k_BSKN.shape)
-    mapped = jax.shard_map(
-        kernel,
-        **now.manual_region(),
-        in_specs=(q_spec, kv_spec, kv_spec, P(q_spec[0], None)),
-        out_specs=q_spec,
-        check_vma=False,  # Pallas and cuDNN calls do not say over which axes their results vary
-    )
+    specs = (q_spec, kv_spec, kv_spec, P(q_spec[0], None))
+    # check_vma: Pallas and cuDNN calls do not say over which axes their results vary.
+    region = now.manual_region()
+    mapped = jax.shard_map(kernel, **region, in_specs=specs, out_specs=q_spec, check_vma=False)
     return mapped(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.attention_reference import RESIDUALS, Options, reference
+from jaxdist.ops.attention_reference import Options, reference
 from jaxdist.parallel import execution
 
 
@@ -37,26 +37,22 @@ class Backend:
 
     def refusal(self, q_BSHN: jax.Array, options: Options, *, segments: bool = False) -> str | None:
         """Returns why it cannot compute this in the execution in force, or None."""
-        now, dtype = execution.current(), str(q_BSHN.dtype)
+        now, dtype, every = execution.current(), str(q_BSHN.dtype), self.length_multiple
         _, length, _, head_size = q_BSHN.shape
-        if now.platform not in self.platforms:
-            return f"it is for {' and '.join(self.platforms)}, not {now.platform}"
-        if self.dtypes and dtype not in self.dtypes:
-            return f"{dtype} is not {' or '.join(self.dtypes)}"
-        if head_size % self.head_size_multiple or head_size > self.max_head_size:
-            legal = f"a multiple of {self.head_size_multiple} up to {self.max_head_size}"
-            return f"head size {head_size} is not {legal}"
-        if options.softcap is not None and not self.softcap:
-            return "a softcap is set"
-        if options.window is not None and not self.window:
-            return "a window is set"
-        if segments and not self.segments:
-            return "documents are packed"
-        if now.axis_size("context") > 1 and not self.split_sequence:
-            return "devices share out the sequence"
-        if length % self.length_multiple:
-            return f"sequence length {length} is not a multiple of {self.length_multiple}"
-        return None
+        platforms = " and ".join(self.platforms)
+        head_sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
+        bad_head = head_size % self.head_size_multiple or head_size > self.max_head_size
+        reasons = {
+            f"it is for {platforms}, not {now.platform}": now.platform not in self.platforms,
+            f"{dtype} is not {' or '.join(self.dtypes)}": self.dtypes and dtype not in self.dtypes,
+            f"head size {head_size} is not a multiple of {head_sizes}": bad_head,
+            "a softcap is set": options.softcap is not None and not self.softcap,
+            "a window is set": options.window is not None and not self.window,
+            "documents are packed": segments and not self.segments,
+            "devices share out the sequence": now.axis_size("context") > 1 and not self.split_sequence,
+            f"sequence length {length} is not a multiple of {every}": length % every,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def choose(q_BSHN: jax.Array, options: Options, *, segments: bool) -> Backend:
@@ -76,7 +72,7 @@ def choose(q_BSHN: jax.Array, options: Options, *, segments: bool) -> Backend:
 
 def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
     splash = extras.load("jaxdist.ops.splash")  # here: Pallas takes a tenth of a start, and only TPUs need it
-    return splash.splash_attention(q, k, v, segment_ids, **options._asdict(), residual_name=RESIDUALS)
+    return splash.splash_attention(q, k, v, segment_ids, options)
 
 
 def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:

@@ -14,13 +14,13 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.parallel import execution
-
-Names = tuple[str | None, ...]
+from jaxdist.protocols.param_names import Names
 
 
 class LossOptions(NamedTuple):
@@ -30,7 +30,7 @@ class LossOptions(NamedTuple):
     tied: bool  # head is an embedding table [V, D], not a kernel [D, V]
     z_loss: float
     softcap: float
-    shards: int
+    group: tuple[int, ...]  # (batch shards,); () if there is one
     chunk: int
     axis: str | None  # manual mesh axis that the vocabulary is split over (pipeline stages)
 
@@ -56,26 +56,30 @@ def cross_entropy(
       softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
       chunk_tokens: tokens per batch shard scored at once; 0 for all.
     """
-    shards, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
+    kernel = head[...]
+    chex.assert_rank([x_BSD, kernel], [3, 2])
+    chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
+    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
+    group, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
-    options = LossOptions(names, tied, z_loss, softcap, shards, chunk, axis)
+    options = LossOptions(names, tied, z_loss, softcap, group, chunk, axis)
     x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
         targets, weights = (jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights))
-    return _cross_entropy(x, head[...], targets, weights, options)
+    return _cross_entropy(x, kernel, targets, weights, options)
 
 
-def _chunking(dims, chunk_tokens: int) -> tuple[int, int, int]:
-    """Returns the number of batch shards, the length of a chunk, and what the last one lacks."""
+def _chunking(dims, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
+    """Returns the batch shards, if there are several, the length of a chunk, and what the last one lacks."""
     batch, length = dims[0], dims[1]
     shards = execution.current().rules.shape.batch_shards
     shards = shards if batch % shards == 0 else 1
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
     chunk = -(-length // count)
-    return shards, chunk, count * chunk - length
+    return (shards,) if shards > 1 else (), chunk, count * chunk - length
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -101,17 +105,16 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
         dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
-        dx = _named(_over_parts(_sum, dx, options))
+        dx = _named(_over_parts(execution.sum_over, dx, options))
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
         return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
 
-    group = () if options.shards == 1 else (options.shards,)
-    zeros = _head_named(jnp.zeros((*group, *kernel.shape), jnp.float32), options)
+    zeros = _head_named(jnp.zeros((*options.group, *kernel.shape), jnp.float32), options)
     start = (jnp.float32(0), jnp.float32(0), zeros)
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
-    gradient = execution.scatter(dhead.sum(0) if group else dhead, options.names)
+    gradient = execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
     if execution.current().platform == "tpu":
@@ -133,13 +136,9 @@ def _over_chunks(add, start, arrays, options: LossOptions):
     """Returns `add` folded over chunks [(G,) R, ...] of the arrays [batch, S, ...]."""
     length = arrays[0].shape[1]
 
-    def rows(part):
-        group = () if options.shards == 1 else (options.shards,)
-        return part.reshape(*group, -1, *part.shape[2:])
-
     def one(carry, start):
         parts = [jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1) for a in arrays]
-        x, *labels = map(rows, parts)
+        x, *labels = (part.reshape(*options.group, -1, *part.shape[2:]) for part in parts)
         return add(carry, [_named(x), *labels])
 
     if options.chunk == length:
@@ -162,7 +161,7 @@ def _score(logits, targets, weights, options: LossOptions):
     """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
-    total = _over_parts(_sum, exponentials.sum(-1, keepdims=True), options)
+    total = _over_parts(execution.sum_over, exponentials.sum(-1, keepdims=True), options)
     log_z = (jnp.log(total) + top)[..., 0]
     picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
@@ -180,11 +179,7 @@ def _target_logits(logits, targets, options: LossOptions):
     if not execution.current().stage:
         return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
     # Not by index: XLA's partitioner cannot split a gather inside a stage.
-    return _over_parts(_sum, jnp.where(hit, logits, 0).sum(-1), options), hit
-
-
-def _sum(x, axis: str):
-    return execution.sum_over(axis, x)
+    return _over_parts(execution.sum_over, jnp.where(hit, logits, 0).sum(-1), options), hit
 
 
 def _over_parts(reduce, x, options: LossOptions):
@@ -195,7 +190,7 @@ def _over_parts(reduce, x, options: LossOptions):
 def _equation(equation: str, options: LossOptions) -> str:
     """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one shard."""
     equation = equation.replace("dv", "vd") if options.tied else equation
-    return equation.replace("g", "") if options.shards == 1 else equation
+    return equation if options.group else equation.replace("g", "")
 
 
 def _named(x, last: str | None = None):

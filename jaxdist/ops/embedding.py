@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.parallel import execution
-
-Names = tuple[str | None, ...]
+from jaxdist.protocols.param_names import Names
 
 
 def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
     """Returns the rows [B, S, D] of the table [V, D] at integer indices, in the compute dtype."""
     kernel = table[...]
+    chex.assert_rank([kernel, indices_BS], 2)
+    chex.assert_type(indices_BS, int)
     dtype = execution.current().compute_dtype(kernel.dtype)
     return _embed(kernel, indices_BS, getattr(table, "logical", ()), dtype)
 
@@ -34,7 +36,7 @@ def _embed(table, indices, names: Names, dtype):
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
     axis = execution.current().vocabulary_axis(names)
     if own is not None and axis is not None:
-        rows = execution.sum_over(axis, jnp.where(own[..., None], rows, 0))
+        rows = execution.sum_over(jnp.where(own[..., None], rows, 0), axis)
     return execution.shard(rows, "batch_of_group", None, "width") if by_width else rows
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,8 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.axes import BATCH_AXES
-
-Names = tuple[str | None, ...]
+from jaxdist.protocols.param_names import Names
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +59,12 @@ def project(x: jax.Array, *kernels: Any, contract: int = 1) -> tuple[jax.Array, 
       contract: number of dims summed over.
     """
     names = tuple(getattr(kernel, "logical", ()) for kernel in kernels)
-    adapted = [isinstance(kernel, nnx.Module) for kernel in kernels]
-    stored = tuple(kernel.frozen() if a else kernel[...] for kernel, a in zip(kernels, adapted, strict=True))
-    products = zip(kernels, _project(x, stored, names, contract), adapted, strict=True)
-    return tuple(kernel.apply_adapter(y, x) if a else y for kernel, y, a in products)
+    stored = tuple(k.frozen() if hasattr(k, "frozen") else k[...] for k in kernels)
+    for kernel in stored:
+        if not isinstance(kernel, FrozenKernel):
+            chex.assert_equal(kernel.shape[:contract], x.shape[-contract:])
+    products = zip(kernels, _project(x, stored, names, contract), strict=True)
+    return tuple(k.apply_adapter(y, x) if hasattr(k, "frozen") else y for k, y in products)
 
 
 def project_lightly(x: jax.Array, kernel: nnx.Variable) -> jax.Array:
@@ -122,33 +124,23 @@ def _product(x, kernel, contract: int):
 
 def _input_gradient(cotangents: Sequence[jax.Array], kernels: Sequence[jax.Array], contract: int):
     """Returns the sum over kernels of dy times the kernel transposed, with tensor parts as one product."""
-    outs = [kernel.ndim - contract for kernel in kernels]
+    outs, parts = [kernel.ndim - contract for kernel in kernels], execution.current().axis_size("tensor")
     if _keeps_dims():
         axes = [(list(range(-n, 0)),) * 2 for n in outs]
         products = [jnp.tensordot(*pair) for pair in zip(cotangents, kernels, axes, strict=True)]
         return sum(products[1:], products[0])
+    lead = cotangents[0].shape[: cotangents[0].ndim - outs[0]]
     columns = [_rows(dy, n) for dy, n in zip(cotangents, outs, strict=True)]
     matrices = [_matrix(kernel, contract) for kernel in kernels]
-    lead = cotangents[0].shape[: cotangents[0].ndim - outs[0]]
-    return _merged(columns, matrices, _parts(kernels, contract)).reshape(*lead, *kernels[0].shape[:contract])
-
-
-def _merged(columns: Sequence[jax.Array], matrices: Sequence[jax.Array], parts: int):
-    """Returns the sum over kernels of dy @ kernel.T; with tensor parts as one product."""
-    if parts > 1 and len(matrices) > 1:
+    if parts > 1 and len(kernels) > 1 and not any(kernel.shape[contract] % parts for kernel in kernels):
         # Every tensor shard stacks its own columns: nothing moves, and one sum crosses shards.
-        lead, rows = columns[0].shape[:-1], matrices[0].shape[0]
+        rows, dims = matrices[0].shape[0], columns[0].shape[:-1]
         kernel = jnp.concatenate([m.reshape(rows, parts, -1) for m in matrices], axis=2)
-        dy = jnp.concatenate([d.reshape(*lead, parts, -1) for d in columns], axis=-1)
-        return jnp.einsum("...tn,rtn->...r", dy, kernel)
-    products = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
-    return sum(products[1:], products[0])
-
-
-def _parts(kernels, contract: int) -> int:
-    """Returns the number of tensor shards if it divides the first output dim of every kernel."""
-    size = execution.current().axis_size("tensor")
-    return size if all(kernel.shape[contract] % size == 0 for kernel in kernels) else 1
+        dy = jnp.concatenate([d.reshape(*dims, parts, -1) for d in columns], axis=-1)
+        products = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
+    else:
+        products = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
+    return sum(products[1:], products[0]).reshape(*lead, *kernels[0].shape[:contract])
 
 
 def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
@@ -164,13 +156,7 @@ def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
     return execution.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
 
 
-def _summed_in_shards(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
-    x: jax.Array,
-    dy: jax.Array,
-    names: Names,
-    contract: int,
-) -> jax.Array:
+def _summed_in_shards(product: Callable[..., jax.Array], x, dy, names: Names, contract: int) -> jax.Array:
     """Returns a parameter's gradient product(x, dy), summed over devices and laid out as gradients are.
 
     The sum over fsdp is a reduce-scatter written out: libtpu's partitioner sums whole gradients on

@@ -127,7 +127,7 @@ def _entered(execution: Execution) -> Iterator[None]:
         _current.reset(token)
 
 
-def sum_over(axis: str, x: jax.Array) -> jax.Array:
+def sum_over(x: jax.Array, axis: str) -> jax.Array:
     """Returns x summed over a manual axis, in its own dtype (on CPU summed in float32).
 
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over some axes

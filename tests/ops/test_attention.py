@@ -240,7 +240,8 @@ def test_splash_interpreted_equals_reference(S, packed, options):
     ids = _segments(1, S) if packed else None
 
     def splash(q, k, v):
-        return splash_attention(q, k, v, ids, **{"scale": 64**-0.5} | options, interpret=True)
+        shaped = Options(64**-0.5, True, None, None)._replace(**options)
+        return splash_attention(q, k, v, ids, shaped, interpret=True)
 
     wanted = functools.partial(attention, segment_ids_BS=ids, **options)
     with warnings.catch_warnings(record=True) as caught:

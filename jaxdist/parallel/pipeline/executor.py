@@ -342,7 +342,7 @@ class _Stage:
         """
         last = self.index == self.pipeline.stages - 1
         if not self.pipeline.edges_last:
-            y = self._residual(execution.sum_over(AXIS, jnp.where(last, y, jnp.zeros_like(y))))
+            y = self._residual(execution.sum_over(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
         rest, number = _barrier_tick(self.rest, at.h_mb)
         if not self.backward:
             loss = self._mask_edge(last, self.head(rest, y, number))
@@ -379,7 +379,7 @@ class _Stage:
         wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.pipeline.edges_last:
-            dx = execution.sum_over(AXIS, dx)
+            dx = execution.sum_over(dx, AXIS)
 
         def embed(trained):
             return self.embed(self.rest._replace(trained=trained), at.eb_mb)
