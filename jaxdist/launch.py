@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for slot in range(options.processes):  # refuses what cannot be, before anything starts
             device_environment(os.environ, slot, options.processes, options.devices_per_process)
         if options.preflight:
-            look = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
-            if code := Supervisor(look, agents, os.environ, say=_say).run():
+            preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
+            if code := Supervisor(preflight, agents, os.environ, say=_say).run():
                 return code
         return Supervisor(options, agents, os.environ, say=_say).run()
     except (ConfigError, OSError) as error:
@@ -58,10 +58,10 @@ def _options(argv: list[str]) -> SupervisorOptions:
     Raises:
       ConfigError: all that is wrong with them.
     """
-    own, command = argv, []
+    arguments, command = argv, []
     if "--" in argv:
-        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    flags = _parser().parse_args(own)
+        arguments, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    flags = _parser().parse_args(arguments)
     faults = [
         f"--{name.replace('_', '-')} {value}: must be >= {least}"
         for name, least in _LEAST.items()

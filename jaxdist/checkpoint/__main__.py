@@ -17,18 +17,18 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config.extras import MissingExtra
 
-Found = tuple[dict[str, Any], int]  # what --json prints, and the exit code
+Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 1 damaged or different, 77 none usable, or 78."""
     try:
         flags = _parser().parse_args(argv)
-        found, code = _ACTIONS[flags.action](flags)
+        document, code = _ACTIONS[flags.action](flags)
     except (config.ConfigError, MissingExtra, CheckpointError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return config.EXIT_NO_CHECKPOINT if isinstance(error, CheckpointError) else config.EXIT_CONFIG
-    print(json.dumps(found, indent=1) if flags.json else "\n".join(_lines(found)))
+    print(json.dumps(document, indent=1) if flags.json else "\n".join(_lines(document)))
     return code
 
 
@@ -71,7 +71,7 @@ def _one(text: str) -> tuple[Path, int]:
     return folder, newest if step is None else step  # type: ignore[return-value]
 
 
-def _list(flags: argparse.Namespace) -> Found:
+def _list(flags: argparse.Namespace) -> Result:
     folder, _ = _located(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
     quarantine = [json.loads(note.read_text()) for note in notes]
@@ -82,14 +82,14 @@ def _list(flags: argparse.Namespace) -> Found:
 def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
     """Returns what a step holds, or what is wrong with it."""
     try:
-        found = integrity.check(folder, step, **what)
+        manifest = integrity.check(folder, step, **what)
     except (CheckpointError, OSError) as error:
         return {"step": step, "fault": str(error)}
-    size = {"arrays": len(found.fingerprints), "files": len(found.files), "bytes": found.bytes}
-    return {"step": step, **size, "run": found.run}
+    size = {"arrays": len(manifest.fingerprints), "files": len(manifest.files), "bytes": manifest.bytes}
+    return {"step": step, **size, "run": manifest.run}
 
 
-def _inspect(flags: argparse.Namespace) -> Found:
+def _inspect(flags: argparse.Namespace) -> Result:
     folder, step = _one(flags.path)
     info, manifest = folders.read_step(folder, step), integrity.read_manifest(folder / str(step))
     arrays = {
@@ -99,7 +99,7 @@ def _inspect(flags: argparse.Namespace) -> Found:
     return {"step": step, "run": manifest.run, "metadata": info.metadata, "arrays": arrays}, 0
 
 
-def _verify(flags: argparse.Namespace) -> Found:
+def _verify(flags: argparse.Namespace) -> Result:
     folder, only = _located(flags.path)
     steps = folders.all_steps(folder) if only is None else [only]
     run = integrity.identity(folder, create=False)
@@ -109,7 +109,7 @@ def _verify(flags: argparse.Namespace) -> Found:
     return {"folder": str(folder), "steps": rows}, code
 
 
-def _diff(flags: argparse.Namespace) -> Found:
+def _diff(flags: argparse.Namespace) -> Result:
     places = [_one(flags.path), _one(flags.other)]
     infos = [folders.read_step(*place) for place in places]
     prints = [integrity.read_manifest(folders.step_path(*place)).fingerprints for place in places]

@@ -95,8 +95,8 @@ def present_path(folder: Path, step: int) -> Path:
     """
     path = step_path(folder, step)
     if not path.is_dir():
-        there = ", ".join(map(str, list_steps(folder))) or "none"
-        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {there}")
+        steps = ", ".join(map(str, list_steps(folder))) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {steps}")
     return path
 
 
@@ -153,8 +153,8 @@ def _marker(folder: Path, step: int) -> Path:
 
 def file_bytes(path: Path) -> int:
     """Returns the size of a file, here or in an object store."""
-    found: Any = path.stat()
-    return found.length if hasattr(found, "length") else found.st_size
+    status: Any = path.stat()
+    return status.length if hasattr(status, "length") else status.st_size
 
 
 def describe(step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, Any]) -> dict:
@@ -184,7 +184,7 @@ def read_step(folder: Path, step: int) -> StepInfo:
         raise CheckpointError(f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}")
     try:
         document = json.loads((path / _METADATA_FILE).read_text(encoding="utf-8"))
-        found = document["format"], document["step"]
+        version = document["format"], document["step"]
         arrays = {
             name: ArrayInfo(tuple(entry["shape"]), entry["dtype"])
             for name, entry in document["arrays"].items()
@@ -192,9 +192,9 @@ def read_step(folder: Path, step: int) -> StepInfo:
         metadata = dict(document["run"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / _METADATA_FILE} is not readable: {error!r}") from error
-    if found != (FORMAT, step):
+    if version != (FORMAT, step):
         raise CheckpointError(
-            f"{path / _METADATA_FILE} says format, step = {found}; required: {(FORMAT, step)}"
+            f"{path / _METADATA_FILE} says format, step = {version}; required: {(FORMAT, step)}"
         )
     return StepInfo(step, arrays, metadata)
 
@@ -236,16 +236,16 @@ def remove_leftovers(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     entries = sorted(folder.iterdir())
-    doomed = [path for path in entries if _LEFTOVER.fullmatch(path.name)]
+    leftovers = [path for path in entries if _LEFTOVER.fullmatch(path.name)]
     markers = [path for path in entries if path.suffix == _MARKER and path.stem.isdecimal()]
     steps = [folder / marker.stem for marker in markers]
-    doomed += [step for step in steps if step.exists() and not (step / MANIFEST).exists()]
-    for path in doomed:
+    leftovers += [step for step in steps if step.exists() and not (step / MANIFEST).exists()]
+    for path in leftovers:
         _remove_busy(path)
     for marker, step in zip(markers, steps, strict=True):
         if not step.exists() or (step / MANIFEST).exists():
             marker.unlink()
-    return [path.name for path in doomed]
+    return [path.name for path in leftovers]
 
 
 def _remove_busy(path: Path) -> None:
@@ -272,12 +272,12 @@ def quarantine(folder: Path, step: int, reason: str) -> Path:
     Raises:
       OSError: it cannot be moved.
     """
-    place = quarantine_folder(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    target, number = place / str(step), 1
+    aside = quarantine_folder(folder)
+    aside.mkdir(parents=True, exist_ok=True)
+    target, number = aside / str(step), 1
     while target.exists():
         number += 1
-        target = place / f"{step}-{number}"
+        target = aside / f"{step}-{number}"
     source, note = step_path(folder, step), target.with_name(f"{target.name}.json")
     document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
     if isinstance(source, Path):

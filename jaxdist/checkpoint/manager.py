@@ -173,33 +173,26 @@ class CheckpointManager:
             raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
-        started = self._clock()
-        running = self._is_running()
-        obstacle = self._obstacle(step, trees.tree_bytes(arrays), wait)
+        num_bytes, started, running = trees.tree_bytes(arrays), self._clock(), self._is_running()
+        obstacle = self._obstacle(step, num_bytes, wait)
         self._last_save = self._now
-        result = SaveResult(
-            step=step,
-            ok=True,
-            error=None,
-            seconds=0.0,
-            bytes=trees.tree_bytes(arrays),
-            blocked_s=0.0,
-            waited_s=self._clock() - started if running else 0.0,
-        )
-        if obstacle:
-            error = CheckpointError(f"step {step} was not saved: {obstacle}")
+        waited_s = self._clock() - started if running else 0.0
+
+        def report(error: CheckpointError | None, *, ok: bool, blocked_s: float | None = None) -> None:
             seconds = self._clock() - started
-            self._results.put(
-                dataclasses.replace(result, ok=False, error=error, seconds=seconds, blocked_s=seconds)
-            )
+            blocked_s = seconds if blocked_s is None else blocked_s
+            self._results.put(SaveResult(step, ok, error, seconds, num_bytes, blocked_s, waited_s))
+
+        if obstacle:
+            report(CheckpointError(f"step {step} was not saved: {obstacle}"), ok=False)
             return
         self._last_step = step
         sums = self._start(step, arrays, document)
-        result = dataclasses.replace(result, blocked_s=self._clock() - started)
-        finish = functools.partial(self._finish, sums, list(arrays), result, started)
         if isinstance(sums, Exception) or not self.config.asynchronous:
-            finish()
+            self._finish(step, list(arrays), sums, report)
             return
+        report = functools.partial(report, blocked_s=self._clock() - started)
+        finish = functools.partial(self._finish, step, list(arrays), sums, report)
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
 
@@ -246,42 +239,29 @@ class CheckpointManager:
         return sums
 
     def _finish(
-        self, sums: jax.Array | Exception, names: list[str], result: SaveResult, started: float
+        self, step: int, names: list[str], sums: jax.Array | Exception, report: Callable[..., None]
     ) -> None:
         """Wait for the commit, seal, delete what has expired and report; runs in the save's thread."""
-        error = problem = None
+        ok, problem = True, None
         try:
             if isinstance(sums, Exception):
                 raise sums
             self._backend.finish()
-            self._seal(result.step, fingerprint.finish(names, sums))
-        except Exception as raised:
-            error = raised
-            problem = _wrap(f"step {result.step} was not saved", error)
+            self._seal(step, fingerprint.finish(names, sums))
+        except Exception as error:
+            ok, problem = False, _wrap(f"step {step} was not saved", error)
             self._last_step = None  # so that a save at the end is tried again
         try:
-            self._tidy(result.step, committed=error is None)
-        except OSError as raised:
-            problem = problem or _wrap("old checkpoints were not deleted", raised)
-        now = self._clock()
-        self._results.put(
-            dataclasses.replace(
-                result,
-                ok=error is None,
-                error=problem,
-                seconds=now - started,
-                blocked_s=result.blocked_s if self._in_background() else now - started,
-            )
-        )
+            self._tidy(step, committed=ok)
+        except OSError as error:
+            problem = problem or _wrap("old checkpoints were not deleted", error)
+        report(problem, ok=ok)
 
     def _seal(self, step: int, fingerprints: Mapping[str, str]) -> None:
         if jax.process_index() == 0:
             assert self._run is not None
             integrity.seal(self.folder, step, self._run, fingerprints)
             folders.end_save(self.folder, step)
-
-    def _in_background(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def _tidy(self, step: int, *, committed: bool) -> None:
         if jax.process_index() != 0:
@@ -381,8 +361,8 @@ class CheckpointManager:
             reason = _short(error)
         if reason := coordination.first_error(reason):
             return None, reason
-        found = fingerprint.of(arrays)
-        if changed := [name for name in found if found[name] != manifest.fingerprints.get(name)]:
+        sums = fingerprint.of(arrays)
+        if changed := [name for name in sums if sums[name] != manifest.fingerprints.get(name)]:
             return None, f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
         state_dict.check_retired(arrays)
         return restored, ""

@@ -114,16 +114,16 @@ def check(
         raise CheckpointError(f"it is the checkpoint of step {manifest.step}, not of step {step}")
     if run is not None and manifest.run != run:
         raise CheckpointError(f"it belongs to another run ({manifest.run}; this one is {run})")
-    there = dict(_files(path))
-    faults = [f"{name} is missing" for name in manifest.files if name not in there]
-    faults += [f"{name} is not part of it" for name in there if name not in manifest.files]
+    sizes = dict(_files(path))
+    faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
+    faults += [f"{name} is not part of it" for name in sizes if name not in manifest.files]
     for name, (size, _) in manifest.files.items():
-        if name in there and there[name] != size:
-            faults.append(f"{name} has {there[name]} bytes, {size} when sealed")
+        if name in sizes and sizes[name] != size:
+            faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
     if not faults and contents:
         names = sorted(manifest.files)[part[0] :: part[1]]
-        found = _hashed(path, [(name, there[name]) for name in names])
-        faults = [f"{n} has changed since it was sealed" for n in names if found[n] != manifest.files[n]]
+        hashes = _hashed(path, [(name, sizes[name]) for name in names])
+        faults = [f"{n} has changed since it was sealed" for n in names if hashes[n] != manifest.files[n]]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError("; ".join(faults[:_SHOWN]) + more)

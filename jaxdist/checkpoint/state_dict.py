@@ -125,10 +125,10 @@ def _visit(node: dict[Any, Any] | int) -> list[tuple[_Path, int]]:
     entries: list[tuple[_Path, int]] = []
     for key, child in node.items():
         prefix = () if _is_silent(key) else (trees.key_name(key),)
-        own = [(prefix + path or (_UNNAMED,), index) for path, index in _visit(child)]
-        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path, _ in own)}
+        members = [(prefix + path or (_UNNAMED,), index) for path, index in _visit(child)]
+        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path, _ in members)}
         taken.update(renamed.values())
-        entries += [((renamed[path[0]], *path[1:]), index) for path, index in own]
+        entries += [((renamed[path[0]], *path[1:]), index) for path, index in members]
     return entries
 
 

@@ -31,17 +31,17 @@ class ClusterInfo:
 
 
 def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
-    """Returns this agent's place among those that a scheduler started; Agents() if it is alone.
+    """Returns this agent's place among those that a scheduler started; ClusterInfo() if it is alone.
 
     Raises:
       ConfigError: there are several, but it is not known where the first is; its number is none of theirs.
     """
-    for find in (_given, _slurm, _open_mpi, _kubernetes, _tpu):
-        found = find(environ) or ClusterInfo()
-        if not 0 <= found.index < found.number:
-            raise ConfigError(f"{found}: its number must be >= 0, and less than how many there are")
-        if found.number > 1:
-            return found
+    for find in (_from_variables, _slurm, _open_mpi, _kubernetes, _tpu):
+        cluster = find(environ) or ClusterInfo()
+        if not 0 <= cluster.index < cluster.number:
+            raise ConfigError(f"{cluster}: its number must be >= 0, and less than how many there are")
+        if cluster.number > 1:
+            return cluster
     return ClusterInfo()
 
 
@@ -50,7 +50,7 @@ def _port(*names: str | None) -> int:
     return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
 
 
-def _given(environ: Mapping[str, str]) -> ClusterInfo | None:
+def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
     """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for any launcher."""
     if "JAXDIST_AGENTS" not in environ:
         return None
@@ -80,8 +80,8 @@ def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
 
 def first_host(nodes: str) -> str:
     """Returns the first host of a Slurm list: `gpu[017-020,33],login` is gpu017."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
-    return "".join(filter(None, found.groups())) if found else nodes
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(filter(None, match.groups())) if match else nodes
 
 
 def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
@@ -93,13 +93,13 @@ def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     ]
     host = LOOPBACK
     if number > int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
-        found = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-        if number > 1 and not found:
+        match = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+        if number > 1 and not match:
             raise ConfigError(
                 "mpirun does not tell where process 0 is (Open MPI 5): give each agent "
                 "-x JAXDIST_AGENTS_AT=HOST:PORT -x JAXDIST_AGENTS=N, and JAXDIST_AGENT=$OMPI_COMM_WORLD_RANK"
             )
-        host = found[1] if found else host
+        host = match[1] if match else host
     return ClusterInfo("Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start))
 
 

@@ -59,9 +59,9 @@ def add_threads(environ: MutableMapping[str, str]) -> None:
     XLA's CPU collectives each hold a thread while they wait for the other devices. With a thread a
     device, one that takes part in two at once can starve the others for ever.
     """
-    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
-    if found and int(found[1]) > 1:
-        environ.setdefault("NPROC", str(4 * int(found[1])))
+    match = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    if match and int(match[1]) > 1:
+        environ.setdefault("NPROC", str(4 * int(match[1])))
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
@@ -86,8 +86,8 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
     if launcher == LAUNCH:
         address = environ["JAXDIST_COORDINATOR"]
         number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
-        here = address if _is_one_machine(environ) else None
-        if here:
+        bind_address = address if _is_one_machine(environ) else None
+        if bind_address:
             _listen_on_loopback()
             _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
@@ -96,7 +96,7 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
             number,
             rank,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=here,
+            coordinator_bind_address=bind_address,
             **TIMEOUTS,
         )
         return f"process {rank} of {number}, joined through {LAUNCH}"
@@ -126,11 +126,11 @@ def _share_compiled_programs() -> None:
     jax's key has each process's own devices in it, and only process 0 writes: no other ever reads, and
     compiles the step again at each start (7 to 9 s of CPU for a small model). jax has no setting for it.
     """
-    asked = cache_key._hash_accelerator_config
+    hash_devices = cache_key._hash_accelerator_config
 
     def hashed(hash_obj: Any, accelerators: np.ndarray) -> Any:
         if accelerators.flat[0].platform != "cpu":
-            return asked(hash_obj, accelerators)
+            return hash_devices(hash_obj, accelerators)
         return hash_obj.update(f"{accelerators.size} x {_instruction_set()}".encode())
 
     cache_key._hash_accelerator_config = hashed

@@ -2,7 +2,7 @@
 
 The global batch, the learning rate, the order of data and all keys are functions of the config and
 the step, so only two things move: the sizes of mesh axes, and the accumulation. Pure arithmetic,
-without jax: the supervisor asks the same function before it starts a gang.
+without jax: the supervisor asks the same function before it starts the processes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def fit(
     if devices == math.prod(full.axes.values()):
         return full
     most = _sequences(full, global_size, microbatches)
-    found = []
+    layouts = []
     for axes in _candidates(full.axes, devices, dcn):
         parts = _shards(axes) * _flow(axes, microbatches)
         legal = (n for n in divisors(global_size // parts) if global_size // (parts * n) <= most)
         if global_size % parts == 0 and (accumulation := next(legal, None)):
             sizes = [axes[axis] for axis in KEPT_AXES]
-            found.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
-    return max(found, key=lambda entry: entry[:2])[2] if found else None
+            layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
+    return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
 
 
 def _candidates(axes: Mapping[str, int], devices: int, dcn: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -117,15 +117,15 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
     return dataclasses.replace(run, mesh=mesh, batch=batch)
 
 
-def full_devices(environ: Mapping[str, str], folder: Path, *, here: int) -> int | None:
+def full_devices(environ: Mapping[str, str], folder: Path, *, per_process: int) -> int | None:
     """Returns the devices that an elastic run's config was written for; None for any other run.
 
     Args:
-      here: devices of this process; all have as many.
+      per_process: devices of this process; all have as many.
     """
     if (processes := environ.get(FULL_PROCESSES)) is None:
         return None
-    return int(processes) * here or next((start["devices"] for start in _starts(folder)), None)
+    return int(processes) * per_process or next((start["devices"] for start in _starts(folder)), None)
 
 
 def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:

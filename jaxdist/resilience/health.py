@@ -140,9 +140,9 @@ class Monitor:
 
     def _compare(self, number: int, comparison: Comparison) -> None:
         self._comparing = None
-        if found := comparison.differing():
-            text = f"step {number}: copies on devices differ (bad hardware?): {'; '.join(found)}"
-            self._event("drift", number, differing=found)
+        if devices := comparison.differing():
+            text = f"step {number}: copies on devices differ (bad hardware?): {'; '.join(devices)}"
+            self._event("drift", number, differing=devices)
             self._note(text)
             first = self._compared + 1
             raise Diverged("drift", text, first=first, last=number, policy=self._config.nonfinite)

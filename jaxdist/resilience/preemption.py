@@ -179,12 +179,12 @@ def join() -> str | None:
       ConfigError: a scheduler was detected, but not its group.
     """
     global _owned, _script
-    said = initialize.prepare() if not jax.distributed.is_initialized() else None
+    lines = initialize.prepare() if not jax.distributed.is_initialized() else None
     if jax.distributed.is_initialized() and not _owned:
         _owned = _script = True
         _listen()
         sys.excepthook = lambda _, error, __: _fail(error)
-    return said
+    return lines
 
 
 def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
@@ -221,7 +221,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
         _owned
         and jax.distributed.is_initialized()
         and not own_fault
-        and any(words in text for words in _LOST)
+        and any(phrase in text for phrase in _LOST)
     ):
         print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
         _leave_group(EXIT_PEER_LOST)

@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
         """Returns a text for each device whose copy is not that of most; waits for the devices."""
         mesh = next(iter(self.arrays.values())).mesh
         sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
-        found: dict[Any, list[str]] = {}
+        differing: dict[Any, list[str]] = {}
         for number, (name, sharding) in enumerate(self.arrays.items()):
             free = _free_axes(sharding)
             values = np.moveaxis(sums[..., number], free, range(len(free)))
@@ -41,11 +41,11 @@ class Comparison(NamedTuple):
                 kinds, counts = np.unique(column, return_counts=True)
                 most = kinds[counts == counts.max()]
                 for device in holders[(column != most[0]) | (len(most) > 1)]:  # a tie names all
-                    found.setdefault(device, []).append(name)
+                    differing.setdefault(device, []).append(name)
         return [
             f"device {device.id} of process {device.process_index}: {names[0]}"
             f"{f' and {len(names) - 1} more' if names[1:] else ''}"
-            for device, names in found.items()
+            for device, names in differing.items()
         ]
 
 

@@ -18,19 +18,19 @@ _TAIL_BYTES = 1 << 16
 def default_workdir(config: str) -> str:
     """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument."""
     name, _, argument = config.partition(":")
-    words = [Path(name).stem, re.sub(r"[^\w.]+", "-", argument).strip("-")]
-    return "runs/" + "-".join(filter(None, words))
+    parts = [Path(name).stem, re.sub(r"[^\w.]+", "-", argument).strip("-")]
+    return "runs/" + "-".join(filter(None, parts))
 
 
 def run_folder(command: Sequence[str]) -> Path | None:
     """Returns the workdir that a train command names; None if none can be seen here."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     for item, after in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = item.partition("=")
         if name in ("--workdir", "--config"):
-            found[name] = value if equals else after
-    given = found.get("--workdir") or ("--config" in found and default_workdir(found["--config"]))
-    return Path(given) if given and "://" not in given else None
+            flags[name] = value if equals else after
+    folder = flags.get("--workdir") or ("--config" in flags and default_workdir(flags["--config"]))
+    return Path(folder) if folder and "://" not in folder else None
 
 
 class ProgressReader:

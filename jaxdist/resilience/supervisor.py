@@ -1,7 +1,7 @@
 """The agent of a node: starts a run's processes, and starts all of them again when one is lost.
 
 A process that is gone takes the others with it: they wait in a collective for ever, and cannot save.
-So the rest is killed at once, and a new gang begins at the newest good checkpoint, with what is
+So the rest is killed at once, and new ones begin at the newest good checkpoint, with what is
 there. With several agents the scheduler does the starting again: an agent then only ends its part.
 """
 
@@ -24,11 +24,12 @@ from jaxdist.resilience.run_progress import ProgressReader, run_folder
 from jaxdist.resilience.worker_group import WorkerGroup
 
 FINAL = (EXIT_NO_CHECKPOINT, EXIT_CONFIG)  # a new start would end in the same way
-_EXCUSES = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}  # exit codes of who may end, who ends for another's loss
+# Exit codes of processes that may have ended, and that did end, because another was lost.
+_NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
 _BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
 _WAIT_S = 600.0  # for enough capacity
-_LONG_S = 600.0  # a gang that lived so long made progress, where no workdir can tell
+_LONG_S = 600.0  # processes that ran so long made progress, where no workdir can tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +76,22 @@ class Supervisor:
                 if size is None:
                     return EXIT_PREEMPTED if self.asked else EXIT_PEER_LOST
                 began, before = self.clock(), self.progress.newest()
-                gang = self._start(size)
+                workers = self._start(size)
                 try:
-                    self._attend(gang)
-                    early = gang.codes()
+                    self._attend(workers)
+                    early = workers.codes()
                 finally:
-                    codes = gang.kill()
+                    codes = workers.kill()
                 moved = self.progress.newest() > before or (
                     self.progress.folder is None and self.clock() - began > _LONG_S
                 )
                 code = self._verdict(early, codes, moved)
                 if code is None:
-                    code = self._after_loss(gang, early, moved)
+                    code = self._after_loss(workers, early, moved)
                 if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
                     return code
 
-    # --- one gang ---------------------------------------------------------------------------------
+    # --- one start --------------------------------------------------------------------------------
 
     def _start(self, size: int) -> WorkerGroup:
         """Starts the processes of the first `size` slots, with a port that no start had before."""
@@ -105,8 +106,8 @@ class Supervisor:
             shared[elastic.FULL_PROCESSES] = str(full)
         each = []
         for rank, slot in enumerate(self.slots[:size], first):
-            own = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
-            each.append(shared | own | self._devices(slot))
+            rank_only = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
+            each.append(shared | rank_only | self._devices(slot))
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
         return WorkerGroup(self.options.command, each, first=first, out=self._out, wakeup=self._wakeup)
 
@@ -118,20 +119,20 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
             print(line, flush=True)
 
-    def _attend(self, gang: WorkerGroup) -> None:
-        """Returns when the gang has ended, has lost a process, or has had its time to stop."""
+    def _attend(self, workers: WorkerGroup) -> None:
+        """Returns when the processes have ended, have lost a process, or have had their time to stop."""
         deadline = None
         while True:
-            codes = gang.codes()
+            codes = workers.codes()
             if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline is None:
                 deadline = self.clock() + self.options.grace_s
-                gang.signal(signal.SIGTERM)
+                workers.signal(signal.SIGTERM)
             fine = (0, EXIT_PREEMPTED) if deadline is None else (0, EXIT_PREEMPTED, _UNSTARTED)
-            if len(codes) == len(gang.processes) or any(code not in fine for code in codes.values()):
+            if len(codes) == len(workers.processes) or any(code not in fine for code in codes.values()):
                 return
             if self._interrupts > 1 or (deadline is not None and self.clock() > deadline):
                 return
-            gang.listen(0.5 if deadline is None else 0.05)
+            workers.listen(0.5 if deadline is None else 0.05)
 
     def _verdict(self, early: Mapping[int, int], codes: Mapping[int, int], moved: bool) -> int | None:
         """Returns the exit code of the run, or None if it has lost a process.
@@ -139,28 +140,28 @@ class Supervisor:
         Args:
           early: codes of processes that ended by themselves; `codes` has those that were killed, too.
         """
-        found = set(early.values())
+        endings = set(early.values())
         for final in FINAL:
-            if final in found:
+            if final in endings:
                 return final
-        if found == {0} and len(early) == len(codes):
+        if endings == {0} and len(early) == len(codes):
             return 0
-        whole = len(early) == len(codes) and found <= {0, EXIT_PREEMPTED, _UNSTARTED}
-        if whole and (EXIT_PREEMPTED in found or self.asked):
+        whole = len(early) == len(codes) and endings <= {0, EXIT_PREEMPTED, _UNSTARTED}
+        if whole and (EXIT_PREEMPTED in endings or self.asked):
             return EXIT_PREEMPTED
-        if not moved and (EXIT_PREEMPTED in found or self.asked):
+        if not moved and (EXIT_PREEMPTED in endings or self.asked):
             return EXIT_PREEMPTED  # what has made no step has nothing to save
         return EXIT_PEER_LOST if self.asked else None
 
     # --- after a loss -----------------------------------------------------------------------------
 
-    def _after_loss(self, gang: WorkerGroup, early: Mapping[int, int], moved: bool) -> int | None:
+    def _after_loss(self, workers: WorkerGroup, early: Mapping[int, int], moved: bool) -> int | None:
         """Books a lost process; returns the exit code of the run if it ends here, else waits a little."""
-        number = culprit(early)
+        number = lost_process(early)
         if number is None:  # 75 from one, and no end of the others
             self.say("not all processes stopped in time")
             return EXIT_PEER_LOST
-        why, step = f"process {number} {words(early[number])}", self.progress.newest()
+        why, step = f"process {number} {describe_exit(early[number])}", self.progress.newest()
         self.say(f"lost {why} at step {step}; the others are stopped")
         self.progress.event("peer_lost", step, process=number, exit_code=early[number], why=why)
         code = early[number] if early[number] > 0 else EXIT_PEER_LOST
@@ -172,7 +173,7 @@ class Supervisor:
             self.slots = list(range(self.options.processes))  # what failed then may be well by now
         self._give_up_slot(lost)
         if len(self._failures) > self.options.max_restarts:
-            self.say(self._epitaph(gang, number, step))
+            self.say(self._last_report(workers, number, step))
             return code
         delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (len(self._failures) - 1), _MOST_BACKOFF_S)
         self.say(
@@ -190,10 +191,10 @@ class Supervisor:
             self.slots.remove(slot)
             self.say(f"the process of slot {slot} was lost twice in a row: going on without it")
 
-    def _epitaph(self, gang: WorkerGroup, number: int, step: int) -> str:
+    def _last_report(self, workers: WorkerGroup, number: int, step: int) -> str:
         counted = {why: self._failures.count(why) for why in self._failures}
         list_ = "; ".join(f"{count} x {why}" for why, count in counted.items())
-        said = "\n".join(f"    {line}" for line in gang.last_lines[number]) or "    (nothing)"
+        said = "\n".join(f"    {line}" for line in workers.last_lines[number]) or "    (nothing)"
         return (
             f"stopping: {len(self._failures)} failures without progress beyond step {step}, "
             f"--max-restarts {self.options.max_restarts}: {list_}. Process {number} said last:\n{said}"
@@ -204,33 +205,36 @@ class Supervisor:
     def _await_size(self) -> int | None:
         """Returns how many processes to start; None if there are too few, or a signal came first."""
         least, until = self.options.min_processes or self.options.processes, self.clock() + _WAIT_S
-        told = None
+        reported = None
         while not self.asked:
-            there = self._capacity()
-            size = next((n for n in range(there, 0, -1) if n not in self._refused and self._is_legal(n)), 0)
+            capacity = self._capacity()
+            sizes = (n for n in range(capacity, 0, -1) if n not in self._refused and self._is_legal(n))
+            size = next(sizes, 0)
             if size >= (1 if self.agents.number > 1 else least):
-                if size < there:
-                    why = "ended with 78" if there in self._refused else "no legal mesh has them"
-                    self.say(f"{there} processes could run, but {why}; taking {size}")
+                if size < capacity:
+                    why = "ended with 78" if capacity in self._refused else "no legal mesh has them"
+                    self.say(f"{capacity} processes could run, but {why}; taking {size}")
                 return size
             if self.clock() > until:
                 self.say(f"stopping: no {least} processes for {_WAIT_S:.0f} s")
                 return None
-            if told != there:
-                told = there
-                self.say(f"waiting: {there} processes could run, {size} on a legal mesh, {least} are needed")
+            if reported != capacity:
+                reported = capacity
+                self.say(
+                    f"waiting: {capacity} processes could run, {size} on a legal mesh, {least} are needed"
+                )
             self._sleep(1.0)
         return None
 
     def _capacity(self) -> int:
-        file, there = self.options.capacity_file, len(self.slots)
+        file, slots = self.options.capacity_file, len(self.slots)
         if file is None:
-            return there
+            return slots
         try:
-            return max(0, min(int(file.read_text()), there))
+            return max(0, min(int(file.read_text()), slots))
         except (OSError, ValueError) as error:
-            self.say(f"--capacity-file {file}: no whole number there ({error}); taking {there}")
-            return there
+            self.say(f"--capacity-file {file}: no whole number there ({error}); taking {slots}")
+            return slots
 
     def _is_legal(self, size: int) -> bool:
         """Returns whether the run's batch and mesh can be laid out on `size` processes.
@@ -286,13 +290,13 @@ class Supervisor:
             time.sleep(min(0.1, seconds))
 
 
-def culprit(codes: Mapping[int, int]) -> int | None:
+def lost_process(codes: Mapping[int, int]) -> int | None:
     """Returns the process that was lost: one that did not end because of another, if there is one."""
     lost = {n: code for n, code in codes.items() if code not in (0, EXIT_PREEMPTED)}
-    return min(lost, key=lambda n: (_EXCUSES.get(lost[n], 0), n), default=None)
+    return min(lost, key=lambda n: (_NOT_AT_FAULT.get(lost[n], 0), n), default=None)
 
 
-def words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Returns what an exit code says: `killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -52,8 +52,8 @@ class WatchdogConfig:
 
 def faults(config: WatchdogConfig) -> list[str]:
     """Returns what is wrong with the values, one line each; empty if nothing."""
-    found = [f"watchdog.slow_steps={config.slow_steps}: must be >= 1"] if config.slow_steps < 1 else []
-    return found + [
+    lines = [f"watchdog.slow_steps={config.slow_steps}: must be >= 1"] if config.slow_steps < 1 else []
+    return lines + [
         f"watchdog.{name}={value}: must be seconds >= 0 (0 = for ever)"
         for name, value in vars(config).items()
         if not 0 <= value < math.inf
@@ -158,7 +158,7 @@ class Watchdog:
         faulthandler.register(watchdog_process.DUMP_SIGNAL, file=dump, all_threads=True)
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "pid": os.getpid(),
             "folder": str(self._folder.absolute()),
             "life": life,
@@ -168,10 +168,10 @@ class Watchdog:
         } | _membership(os.environ)
         root = str(Path(jaxdist.__file__).parent.parent)
         self._watcher = subprocess.Popen(
-            [sys.executable, "-S", "-s", watchdog_process.__file__, json.dumps(told)],
+            [sys.executable, "-S", "-s", watchdog_process.__file__, json.dumps(arguments)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": root},
-            pass_fds=[told[name] for name in ("life", "memory", "dump", "leave")],
+            pass_fds=[arguments[name] for name in ("life", "memory", "dump", "leave")],
         )
         os.close(life)
 

@@ -92,7 +92,7 @@ class WatchdogProcess:
         self.folder, self.group = Path(folder), group
         self.life, self.memory, self.dump, self.leave = life, memory, dump, leave
         self._file = self.folder / BEATS / str(process)
-        self._published, self._told = 0.0, b""
+        self._published, self._published_row = 0.0, b""
         self._allowance = 0.0  # seconds in which nobody could look
 
     def run(self) -> None:
@@ -138,25 +138,25 @@ class WatchdogProcess:
         row = beat._asdict() | {"group": self.group, "process": self.process}
         row |= {"deadline": time.time() + beat.deadline + self._allowance - now}
         row["deadline"] = round(row["deadline"], 1)
-        told = json.dumps(row).ljust(400).encode()
-        if told != self._told:
+        data = json.dumps(row).ljust(400).encode()
+        if data != self._published_row:
             # In place, and closed: what another node then opens is new even on NFS.
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-                    file.write(told)
-                self._told = told
+                    file.write(data)
+                self._published_row = data
         self._published = now
 
     def _others(self) -> dict[int, Beat]:
         """Returns the other processes' beats; a deadline is in seconds since 1970."""
-        found: dict[int, Beat] = {}
+        beats: dict[int, Beat] = {}
         for number in set(range(self.processes)) - {self.process}:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 row = json.loads((self.folder / BEATS / str(number)).read_bytes())
                 if row["group"] == self.group:
-                    found[number] = Beat(*(row[field] for field in Beat._fields))
-        return found
+                    beats[number] = Beat(*(row[field] for field in Beat._fields))
+        return beats
 
     def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
         """Returns who hangs, this process or those that it waits for; {} while there is still hope."""

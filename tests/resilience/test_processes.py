@@ -195,16 +195,16 @@ def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
 
 
 def test_what_an_elastic_run_was_written_for(tmp_path):
-    assert elastic.full_devices({}, tmp_path, here=2) is None
-    assert elastic.full_devices({elastic.FULL_PROCESSES: "4"}, tmp_path, here=2) == 8
+    assert elastic.full_devices({}, tmp_path, per_process=2) is None
+    assert elastic.full_devices({elastic.FULL_PROCESSES: "4"}, tmp_path, per_process=2) == 8
     by_scheduler = {elastic.FULL_PROCESSES: "0"}
-    assert elastic.full_devices(by_scheduler, tmp_path, here=2) is None  # the first start
+    assert elastic.full_devices(by_scheduler, tmp_path, per_process=2) is None  # the first start
     assert elastic.resized(tmp_path, elastic_run(), 16) is None
     writer = MetricsWriter(tmp_path)
     for devices in (16, 8):
         writer.event("start", 0, devices=devices, processes=1)
     writer.close()
-    assert elastic.full_devices(by_scheduler, tmp_path, here=2) == 16
+    assert elastic.full_devices(by_scheduler, tmp_path, per_process=2) == 16
     assert elastic.resized(tmp_path, elastic_run(), 8) is None
     found = elastic.resized(tmp_path, elastic_run(**{"mesh.fsdp": 2}), 4)
     assert found == {"devices_before": 8, "devices": 4, "mesh": {"data": -1, "fsdp": 2}, "accumulation": 1}

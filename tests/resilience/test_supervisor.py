@@ -18,7 +18,7 @@ from jaxdist.distributed.cluster import ClusterInfo, find_cluster, first_host
 from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.resilience import elastic, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, default_workdir, run_folder
-from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions, culprit, words
+from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions, describe_exit, lost_process
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 
 # Each process appends "gang rank size" to the file `starts`, then does what the script says.
@@ -434,11 +434,11 @@ def test_a_refit_prefers_model_shards_and_says_when_nothing_fits():
     assert fit(8, data=4) == ({"data": 8}, 1)  # more than it was written for
 
 
-def test_culprits_and_words():
-    assert culprit({0: 70, 1: -9, 2: -6}) == 1
-    assert culprit({0: 70, 2: -6}) == 2 and culprit({0: 70, 2: 70}) == 0
-    assert culprit({0: 75, 1: 0}) is None
-    assert words(-9) == "killed by SIGKILL" and words(1) == "ended with exit code 1"
+def test_the_lost_process_is_named_and_its_end_described():
+    assert lost_process({0: 70, 1: -9, 2: -6}) == 1
+    assert lost_process({0: 70, 2: -6}) == 2 and lost_process({0: 70, 2: 70}) == 0
+    assert lost_process({0: 75, 1: 0}) is None
+    assert describe_exit(-9) == "killed by SIGKILL" and describe_exit(1) == "ended with exit code 1"
 
 
 def test_progress_reads_the_newest_step(tmp_path):
