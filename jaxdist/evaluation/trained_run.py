@@ -27,7 +27,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.distributed import initialize
-from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, build_generator, longest_text
+from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
@@ -176,8 +176,9 @@ class TrainedRun:
 
     @functools.cached_property
     def _generate(self) -> Generate:
-        compute = self.config.precision.compute
-        return build_generator(self.spec, self.mesh, self.rules, compute=compute)
+        generate = build.text_generator(self.config, self.spec, self.mesh, self.rules)
+        assert generate is not None  # _check_decodes has been called
+        return generate
 
     def generate(
         self,

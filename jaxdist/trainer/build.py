@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.data import sample_shapes
+from jaxdist.inference.decoding import Generate, build_generator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.optim import schedules
@@ -60,6 +61,13 @@ def build_step(
         staging=staging(run, spec, rules.shape),
     )
     return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
+
+
+def text_generator(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Generate | None:
+    """Returns what continues prompts with a run's model; None if the model has no `decode`."""
+    if not hasattr(spec.model_class, "decode"):
+        return None
+    return build_generator(spec, mesh, rules, compute=run.precision.compute)
 
 
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:

@@ -20,10 +20,9 @@ def write_final_outputs(
     config: RunConfig,
     folder: Path,
     state: State,
-    *,
+    display: Display,
     tokenizer: Tokenizer | None,
     generate: Generate | None,
-    display: Display,
 ) -> None:
     """Writes them; every process makes the call.
 
@@ -47,19 +46,19 @@ def _sample(
 ) -> str:
     train = config.train
     display.status("sampling")
-    weights = state.trainable if state.ema is None else state.ema
     try:
-        (found,) = generate(
-            weights,
+        (generation,) = generate(
+            state.trainable if state.ema is None else state.ema,
             state.model_state,
             [tokenizer.encode(train.sample_prompt)],
             max_tokens=train.sample_tokens,
             sampling=SamplingConfig(temperature=0.8),
             seed=config.seed,
+            frozen=state.frozen,
         )
     except ConfigError as error:  # the run is done and saved: no sample is no failure
         display.note(f"no sample: {error}")
         return ""
-    text = train.sample_prompt + tokenizer.decode(found.tokens)
+    text = train.sample_prompt + tokenizer.decode(generation.tokens)
     display.note(f"sample:\n{text}")
     return text

@@ -20,7 +20,7 @@ from jaxdist import config as configs
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data.user_batches import Batches, open_given
-from jaxdist.inference.decoding import Generation, SamplingConfig, build_generator
+from jaxdist.inference.decoding import Generation, SamplingConfig
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -28,6 +28,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.resilience import preemption
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer.build import text_generator
 from jaxdist.trainer.restore import TrainResult, UserInputs
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -148,10 +149,11 @@ class Fitted:
         Raises:
           ConfigError: it has none; as `decoding.Generate`.
         """
-        spec, config = self.outcome.spec, self.outcome.config
-        if not hasattr(spec.model_class, "decode"):
-            raise ConfigError(f"{spec.model_class.__name__} has no init_cache and decode; use `model`")
-        write = build_generator(spec, self.outcome.mesh, self.outcome.rules, compute=config.precision.compute)
+        outcome = self.outcome
+        write = text_generator(outcome.config, outcome.spec, outcome.mesh, outcome.rules)
+        if write is None:
+            name = outcome.spec.model_class.__name__
+            raise ConfigError(f"{name} has no init_cache and decode; use `model`")
         trainable, model_state, frozen = self._weights
         return write(
             trainable,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import pretrained, workdir
-from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.run_config import Build, RunConfig, run_fingerprint
 
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
 
@@ -144,6 +144,12 @@ def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dic
 
 
 # --- going back ---------------------------------------------------------------------------------
+
+
+def checkpoint_metadata(config: RunConfig, progress: Progress, dataset: SkippingDataset) -> dict[str, Any]:
+    """Returns what a checkpoint says beside its arrays, see `init_or_restore`."""
+    fingerprints = {"config": run_fingerprint(config), "data": dataset.fingerprint}
+    return {"progress": asdict(progress), "fingerprints": fingerprints, SKIPPED: dataset.windows}
 
 
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:

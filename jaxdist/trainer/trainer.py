@@ -1,12 +1,9 @@
-"""The story of a run: restore or begin, then step, log, evaluate and save until the end."""
+"""A training run from its first check to its last file: restore or start, step, log, evaluate, save."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,14 @@ import jax
 from jaxdist import config as configs
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import extras
-from jaxdist.data import SourceError, open_dataset
+from jaxdist.data import Dataset, SourceError, open_dataset
 from jaxdist.data.loader import Loader
-from jaxdist.distributed import consistency, coordination, straggler
-from jaxdist.inference.decoding import Generate, build_generator
+from jaxdist.distributed import consistency, coordination
 from jaxdist.parallel.mesh import build_mesh
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience import elastic, preemption
-from jaxdist.resilience.health import Diverged, Monitor, SkippingDataset
+from jaxdist.resilience.health import Diverged, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.evaluation import evaluate
@@ -31,11 +29,12 @@ from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.trainer import build as run_build
-from jaxdist.trainer import final_outputs, pipeline_report, restore, run_config, validation, workdir
+from jaxdist.trainer import final_outputs, pipeline_report, restore, validation, workdir
+from jaxdist.trainer.hooks import Hook, StepView, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig
-
-AHEAD = 3  # steps that may be under way: the device never waits for the host to look at metrics
+from jaxdist.trainer.saver import Saver
+from jaxdist.trainer.step_log import StepLog
 
 
 class TrainingStopped(RuntimeError):
@@ -52,10 +51,10 @@ def run(config: RunConfig, folder: Path, **options: Any) -> State:
     Raises:
       Interrupted: a signal ended it early; Preempted if not by a Ctrl-C to a process alone.
     """
-    outcome = train(config, folder, **options)
-    if outcome.stopped:
-        raise (Preempted if preemption.must_leave() else Interrupted)(outcome.stopped)
-    return outcome.state
+    result = train(config, folder, **options)
+    if result.stopped:
+        raise (Preempted if preemption.must_leave() else Interrupted)(result.stopped)
+    return result.state
 
 
 def train(
@@ -67,109 +66,130 @@ def train(
     full_devices: int | None = None,
     given: UserInputs | None = None,
     watch: Watchdog | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> TrainResult:
     """Trains to the end, from the newest checkpoint if the workdir has one; returns how it ended.
 
     On other devices than the `full_devices` of an elastic run's config, its layout is refitted.
 
     Raises:
-      ConfigError: something in the config cannot be, before anything compiles.
-      TrainingStopped: losses stayed non-finite.
+      ConfigError: the config is illegal; nothing was compiled.
+      TrainingStopped: losses stayed non-finite, or the last checkpoint could not be written.
     """
     preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
-    lead = jax.process_index() == 0
-    say = print_safe if lead else lambda _: None
-    asked, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
-    build = given and given.build
-    shape, rules, spec = validation.validate(config, devices, with_data=given is None, build=build)
-    with contextlib.ExitStack() as lock:
-        watch = watch or lock.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
+    requested, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
+    build, optimizer = (given.build, given.optimizer) if given else (None, None)
+    _, rules, spec = validation.validate(config, devices, with_data=given is None, build=build)
+    with contextlib.ExitStack() as stack:
+        watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
-        flat = configs.flatten(configs.to_config_dict(config))
-        consistency.agree(lambda: flat | consistency.code(spec.model_class))
-        with coordination.raise_on_all():
-            if lead:
-                lock.enter_context(workdir.workdir_lock(folder))
-                workdir.check_resume_config(folder, asked)
-            store = workdir.open_checkpoints(folder, config)
-        consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
-        dataset = (
-            given.dataset
-            if given
-            else open_dataset(
-                config.data,
-                sequence_length=config.batch.sequence_length,
-                vocab_size=config.vocab_size,
-                seed=config.seed,
-                folder=folder,
-                log=watch.lively(say),
-            )
-        )
+        store = _open_workdir(config, requested, folder, spec, stack)
+        dataset = given.dataset if given else _open_dataset(config, folder, watch)
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
-        if lead:
-            about = workdir.describe_run(config, spec, rules, devices, dataset)
-            workdir.write_json(folder / workdir.RUN, about | pipeline_report.describe(config, spec, rules))
-        say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {run_build.counts(config, spec)}")
-        say(run_build.batch_arithmetic(config, shape))
-        for line in pipeline_report.lines(config, spec, rules):
-            say(line)
+        _describe(config, spec, rules, devices, dataset, folder)
         mesh = build_mesh(config.mesh, devices)
-        built = run_build.build_step(config, spec, mesh, rules, optimizer=given and given.optimizer)
-        decodes, compute = hasattr(spec.model_class, "decode"), config.precision.compute
-        generate = build_generator(spec, mesh, rules, compute=compute) if decodes else None
-        with store:
-            with workdir.logs_bad_checkpoints(folder, enabled=lead):
-                state, progress, data = restore.init_or_restore(
-                    config, built, dataset, store, folder, watch, given
-                )
-            speed = workdir.throughput(config, spec, devices)
-            with (
-                contextlib.closing(_writers(config, folder, progress, lead)) as writer,
-                _display(config, progress, title, lead) as display,
-            ):
-                session = Session(
-                    config, folder, built, data, store, writer, display, speed, progress, generate, watch
-                )
-                state, stopped = session.train(state), session.stopped
-        return TrainResult(config, spec, mesh, rules, built, state, stopped)
+        built = run_build.build_step(config, spec, mesh, rules, optimizer=optimizer)
+        with workdir.logs_bad_checkpoints(folder, enabled=_is_lead()):
+            start = restore.init_or_restore(config, built, dataset, store, folder, watch, given)
+        state, progress, dataset = start
+        writer = stack.enter_context(contextlib.closing(_writers(config, folder, progress)))
+        display = stack.enter_context(_display(config, progress, title))
+        throughput = workdir.throughput(config, spec, devices)
+        trainer = Trainer(
+            config, folder, built, dataset, store, progress, writer, display, throughput, watch, hooks
+        )
+        state = trainer.train(state)
+        if trainer.finished:
+            generate = run_build.text_generator(config, spec, mesh, rules)
+            flat, tokenizer = built.views.flat(state), dataset.tokenizer
+            final_outputs.write_final_outputs(config, folder, flat, display, tokenizer, generate)
+        return TrainResult(config, spec, mesh, rules, built, state, trainer.stopped)
 
 
-def _writers(config: RunConfig, folder: Path, progress: Progress, lead: bool) -> Writers:
-    writers: list = [MetricsWriter(folder, enabled=lead)]
+def _is_lead() -> bool:
+    return jax.process_index() == 0
+
+
+def _log(text: str) -> None:
+    if _is_lead():
+        print_safe(text)
+
+
+def _open_workdir(
+    config: RunConfig, requested: RunConfig, folder: Path, spec: ModelSpec, stack: contextlib.ExitStack
+) -> CheckpointManager:
+    """Returns the run's checkpoints to write, with the workdir locked; the stack closes both.
+
+    Raises:
+      ConfigError: processes differ in config, code or folder; another process uses the workdir; the
+        config does not fit the run in it.
+    """
+    flat = configs.flatten(configs.to_config_dict(config))
+    consistency.agree(lambda: flat | consistency.code(spec.model_class))
+    with coordination.raise_on_all():
+        if _is_lead():
+            stack.enter_context(workdir.workdir_lock(folder))
+            workdir.check_resume_config(folder, requested)
+        store = workdir.open_checkpoints(folder, config)
+    stack.enter_context(store)
+    consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
+    return store
+
+
+def _open_dataset(config: RunConfig, folder: Path, watch: Watchdog) -> Dataset:
+    return open_dataset(
+        config.data,
+        sequence_length=config.batch.sequence_length,
+        vocab_size=config.vocab_size,
+        seed=config.seed,
+        folder=folder,
+        log=watch.lively(_log),
+    )
+
+
+def _describe(
+    config: RunConfig,
+    spec: ModelSpec,
+    rules: Rules,
+    devices: Sequence[jax.Device],
+    dataset: Dataset,
+    folder: Path,
+) -> None:
+    """Writes run.json and prints what the run will do."""
+    if _is_lead():
+        description = workdir.describe_run(config, spec, rules, devices, dataset)
+        workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
+    shape, counts = rules.shape, run_build.counts(config, spec)
+    _log(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {counts}")
+    _log(run_build.batch_arithmetic(config, shape))
+    for line in pipeline_report.lines(config, spec, rules):
+        _log(line)
+
+
+def _writers(config: RunConfig, folder: Path, progress: Progress) -> Writers:
+    writers: list = [MetricsWriter(folder, enabled=_is_lead())]
     if config.train.tensorboard:
         module = extras.load("jaxdist.telemetry.tensorboard")
-        writers.append(module.TensorBoardWriter(folder, enabled=lead, first_step=progress.step))
+        writers.append(module.TensorBoardWriter(folder, enabled=_is_lead(), first_step=progress.step))
     return Writers(*writers)
 
 
-def _display(config: RunConfig, progress: Progress, title: str, lead: bool) -> Display:
+def _display(config: RunConfig, progress: Progress, title: str) -> Display:
     minutes = config.train.max_minutes
     return Display(
         total_steps=config.train.steps,
         first_step=progress.step,
         title=title,
-        enabled=lead,
+        enabled=_is_lead(),
         max_seconds=60 * minutes - progress.elapsed_s if minutes else None,
     )
 
 
-@dataclass
-class MetricsWindow:
-    """The time since the last row of metrics."""
-
-    began: float  # monotonic seconds
-    step: int  # updates finished then
-    tokens_seen: int  # by then
-    data_wait_s: float = 0.0  # the loader's counter then
-    device_wait_s: float = 0.0  # the monitor's
-    aside_s: float = 0.0  # spent on evaluation and saving since
-
-
-class Session:
-    """A run under way. Looks at the metrics of a step only when the next ones are on their way."""
+class Trainer:
+    """The loop of a run: it reads the metrics of a step only when the next ones are on their way."""
 
     def __init__(
         self,
@@ -178,30 +198,22 @@ class Session:
         built: TrainStep,
         dataset: SkippingDataset,
         store: CheckpointManager,
+        progress: Progress,
         writer: Writers,
         display: Display,
-        speed: Throughput,
-        progress: Progress,
-        generate: Generate | None,  # None: the model cannot
+        throughput: Throughput,
         watch: Watchdog,
+        hooks: Sequence[Hook],
     ):
         self.config, self.folder, self.built = config, folder, built
-        self.dataset, self.store, self.writer, self.display = dataset, store, writer, display
-        self.speed, self.progress, self.generate, self.watch = speed, progress, generate, watch
-        self.pace = straggler.Pace(writer.event)
-        self.monitor = Monitor(
-            config.health,
-            nonfinite_limit=config.optimizer.nonfinite_limit,
-            samples=self._samples,
-            event=writer.event,
-            note=display.note,
-        )
-        self.waiting: deque[tuple[int, Metrics]] = deque()  # of steps not yet looked at
-        self.tokens: list[jax.Array] = []  # weighted targets of the steps since the last row
-        self.window = MetricsWindow(time.monotonic(), progress.step, progress.tokens_seen)
-        self.evaluated = -1  # the step of the last evaluation
-        self.last_save_good = True
+        self.dataset, self.store, self.progress = dataset, store, progress
+        self.writer, self.display, self.watch = writer, display, watch
+        self.log = StepLog(config, progress, writer, display, throughput, self._samples)
+        self.saver = Saver(store, built.views, writer, display, self._checkpoint_metadata)
+        evaluation = every(config.train.eval_every, self._evaluate, at_end=True)
+        self.hooks = [*hooks, evaluation, self.saver]  # the saver last: it saves what a hook requests
         self.stopped = ""  # why the run ended early
+        self.finished = False  # whether it came to its end now
 
     def train(self, state: State) -> State:
         """Returns the state after the last step, or after the step in which a signal asked to stop.
@@ -210,102 +222,128 @@ class Session:
           TrainingStopped: losses stayed non-finite, the last checkpoint could not be written.
           SourceError: the data cannot be read.
         """
-        if self._is_finished():
-            self._say_finished()
-            return state
-        self._announce()
-        try:
-            with StopSignals() as stop:
-                state = self._steps(state, stop)
-        except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
-            reason = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
-            self.writer.event("stop", self.progress.step, reason=reason, error=str(error))
-            raise
-        if not all((self.store.wait(), self._report_saves())):
-            self.writer.event("stop", self.progress.step, reason="save_failed")
-            raise TrainingStopped(
-                "the last checkpoint could not be written; free the disk and run again", "save_failed"
+        if self._is_over():
+            self.display.note(
+                f"{self.folder} is finished at step {self.progress.step}. To go on, raise train.steps where "
+                f"the schedule allows it; to start anew, give another --workdir."
             )
-        if stop.asked and self.progress.step < self.config.train.steps:
+            return state
+        self._log_start()
+        try:
+            with StopSignals() as signals:
+                state, reason = self._train_through_faults(state, signals)
+        except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
+            cause = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
+            self.writer.event("stop", self.progress.step, reason=cause, error=str(error))
+            raise
+        if not self.saver.finish():
+            self.writer.event("stop", self.progress.step, reason="save_failed")
+            message = "the last checkpoint could not be written; free the disk and run again"
+            raise TrainingStopped(message, "save_failed")
+        if signals.asked and self.progress.step < self.config.train.steps:
             self.writer.event("preempted", self.progress.step)
             self.stopped = f"stopped after step {self.progress.step}, saved; run again to go on"
             return state
-        self.writer.event("stop", self.progress.step, reason="finished")
-        self._at("end", self.progress.step)
-        final_outputs.write_final_outputs(
-            self.config,
-            self.folder,
-            self.built.views.flat(state),
-            tokenizer=self.dataset.tokenizer,
-            generate=self.generate,
-            display=self.display,
-        )
+        self.writer.event("stop", self.progress.step, reason=reason)
+        self._enter_phase("end", self.progress.step)
+        self.finished = True
         return state
 
-    def _steps(self, state: State, stop: StopSignals) -> State:
-        """Returns the state after the steps that are left, or that a signal left."""
-        with contextlib.closing(self._profile()) as profile:
+    def _train_through_faults(self, state: State, signals: StopSignals) -> tuple[State, str]:
+        """Returns the state after the steps that are left, and why it is the last: see the event `stop`."""
+        window, lead = self.config.profile, _is_lead()
+        profile = ProfileWindow(self.folder, window.start_step, window.num_steps, enabled=lead)
+        with contextlib.closing(profile):
             while True:
                 try:
-                    return self._stretch(state, stop, profile)
+                    return self._train_until_fault(state, signals, profile)
                 except Diverged as error:
                     fault = error.with_traceback(None)  # whose frames hold a state
-                state = self._recovered(fault)
+                state = self._roll_back(fault)
 
-    def _stretch(self, state: State, stop: StopSignals, profile: ProfileWindow) -> State:
-        """Returns the state after steps in a row, to the end unless the run diverges."""
-        first, last = self.progress.step + 1, self.config.train.steps
-        with self._loader() as loader:
-            self.window.began = time.monotonic()
-            for number in range(first, last + 1):
-                self._at("data", number)
+    def _train_until_fault(
+        self, state: State, signals: StopSignals, profile: ProfileWindow
+    ) -> tuple[State, str]:
+        """Returns the state after the last step, and why it is the last.
+
+        Raises:
+          Diverged: a step went wrong.
+        """
+        last, reason = self.config.train.steps, ""
+        with self._open_loader("train", self.progress.step) as loader:
+            self.log.begin(loader)
+            for number in range(self.progress.step + 1, last + 1):
+                self._enter_phase("data", number)
                 batch = next(loader)
-                self._at("step", number)
+                self._enter_phase("step", number)
                 state, metrics = self.built.step(state, batch)
-                self.monitor.compare(number, state)
-                self.waiting.append((number, metrics))
-                if len(self.waiting) > AHEAD:
-                    self._look(loader)
+                self.log.add_step(number, state, metrics)
+                self.saver.report()
                 profile.step(number, metrics)
-                if self._is_due(number):
-                    self._settle(loader)
-                    self._pause(state, number, ended=number == last)
-                if stop.reached() or self._time_is_up(number):
+                reason = self._call_hooks(number, state, metrics, last=number == last)
+                if signals.reached() or reason or self._is_time_up(number):
                     break
-            self._settle(loader)
-            self._pause(state, self.progress.step, ended=True, stopped=stop.asked)
-        return state
+            self.log.drain_metrics()
+            self._call_hooks(number, state, metrics, last=True, signals=signals)
+        return state, reason or "finished"
 
-    def _recovered(self, fault: Diverged) -> State:
-        """Returns the state of the last good checkpoint, to go on from without the data since.
+    def _call_hooks(
+        self, number: int, state: State, metrics: Metrics, *, last: bool, signals: StopSignals | None = None
+    ) -> str:
+        """Calls the hooks that are due after a step; returns why one of them stops the run, else "".
+
+        Args:
+          signals: once no further step follows; then all hooks are called.
+        """
+        interrupted, log = bool(signals and signals.asked), self.writer.write
+        view = StepView(number, state, metrics, self.progress, last, interrupted, log)
+        for hook in self.hooks:
+            if signals or hook.is_due(number):
+                with self.log.paused() as view.progress:
+                    hook(view)
+        if signals or view.save_requested or self.saver.is_due(number):
+            with self.log.paused() as view.progress:
+                self._enter_phase("save", number)
+                self.saver(view)
+        return view.stop_reason
+
+    def _evaluate(self, view: StepView) -> None:
+        self.display.status("evaluating")
+        with self._open_loader("validation", 0) as batches:
+            watched = self.watch.over(batches, "evaluate", view.step, view.step)
+            result = evaluate(self.built.evaluate, view.state, watched)
+        row = {"eval_loss": result.loss, "eval_tokens": result.tokens}
+        view.log(view.step, row)
+        self.writer.event("evaluate", view.step, **row)
+        self.display.evaluation(view.step, row)
+
+    def _roll_back(self, fault: Diverged) -> State:
+        """Returns the state of the last good checkpoint, and leaves out the data since.
 
         Raises:
           TrainingStopped: by the policy, or because there is none.
         """
-        self._at("restore", fault.first)
-        elapsed_s, allowed, found = self._elapsed_s(), self.config.health.max_rollbacks, None
-        if fault.policy == "rollback" and len(self.dataset.windows) < allowed:
+        self._enter_phase("restore", fault.first)
+        elapsed_s, restored = self.log.elapsed_s(), None
+        if fault.policy == "rollback" and len(self.dataset.windows) < self.config.health.max_rollbacks:
             abstract = self.built.views.abstract
-            found = restore.roll_back(self.store, self.folder, abstract, self.dataset, fault)
-        self._report_saves()
-        if found is None:
-            cure = f"lower optimizer.learning_rate, or look at the data from step {fault.first} on"
+            restored = restore.roll_back(self.store, self.folder, abstract, self.dataset, fault)
+        self.saver.report()
+        if restored is None:
+            change = f"lower optimizer.learning_rate, or look at the data from step {fault.first} on"
             if fault.kind == "drift":
-                cure = "replace the device, then run again"
-            raise TrainingStopped(f"{fault}; {cure}", fault.kind)
-        (state, metadata), self.dataset = found
-        self.progress = Progress(**metadata["progress"] | {"elapsed_s": elapsed_s})
-        step = self.progress.step
-        self.waiting.clear()
-        self.tokens.clear()
-        self.window = MetricsWindow(time.monotonic(), step, self.progress.tokens_seen)
-        self.window.device_wait_s = self.monitor.waited_s
-        self.monitor.rewound(step)
-        self.pace = straggler.Pace(self.writer.event)
-        left_out = self.dataset.windows[-1]
+                change = "replace the device, then run again"
+            raise TrainingStopped(f"{fault}; {change}", fault.kind)
+        (state, metadata), self.dataset = restored
+        vars(self.progress).update(metadata["progress"] | {"elapsed_s": elapsed_s})
+        self.log.rewind()
+        step, left_out = self.progress.step, self.dataset.windows[-1]
         self.writer.event("restore", step, diverged_at=fault.last, reason=str(fault), left_out=left_out)
         self.display.note(f"{fault}: back to step {step}, batches {left_out} are left out")
         return self.built.views.staged(state)
+
+    def _checkpoint_metadata(self, progress: Progress) -> dict[str, Any]:
+        return restore.checkpoint_metadata(self.config, progress, self.dataset)
 
     def _samples(self, number: int) -> tuple[int, int]:
         """Returns the first and the last global sample index that a step takes."""
@@ -313,155 +351,39 @@ class Session:
         first = self.dataset.position(number - 1) * size
         return first, first + size - 1
 
-    def _at(self, phase: str, number: int) -> None:
+    def _enter_phase(self, phase: str, number: int) -> None:
         """Tells the watchdog what begins."""
         self.watch.at(phase, number, done=self.progress.step, sample=self._samples(max(number, 1))[0])
 
-    def _announce(self) -> None:
+    def _log_start(self) -> None:
         step = self.progress.step
         if resized := elastic.resized(self.folder, self.config, jax.device_count()):
             self.writer.event("resize", step, **resized)
         self.writer.event("start", step, devices=jax.device_count(), processes=jax.process_count())
-        for bad, reason in self.store.bad_steps.items():
-            self.writer.event("bad_checkpoint", bad, reason=reason)
-            self.display.note(f"checkpoint {bad} cannot be used: {reason}")
+        self.saver.report_bad_checkpoints()
         if step:
             self.writer.event("restore", step)
             self.display.note(f"resumed after step {step}")
 
-    def _say_finished(self) -> None:
-        self.display.note(
-            f"{self.folder} is finished at step {self.progress.step}. To go on, raise train.steps where the "
-            f"schedule allows it; to start anew, give another --workdir."
-        )
-
-    def _is_finished(self) -> bool:
+    def _is_over(self) -> bool:
         """Returns whether the restored run had come to its end, by steps or by time."""
         train, progress = self.config.train, self.progress
-        over = 0 < 60 * train.max_minutes <= progress.elapsed_s
-        return progress.step >= train.steps or over
+        return progress.step >= train.steps or 0 < 60 * train.max_minutes <= progress.elapsed_s
 
-    def _profile(self) -> ProfileWindow:
-        wanted = self.config.profile
-        lead = jax.process_index() == 0
-        return ProfileWindow(self.folder, wanted.start_step, wanted.num_steps, enabled=lead)
-
-    def _loader(self, split: str = "train", start: int | None = None) -> Loader:
-        shardings = restore.abstract_batch(self.config, self.built, self.dataset)
-        return Loader(
-            self.dataset,
-            global_size=self.config.batch.global_size,
-            shardings={name: x.sharding for name, x in shardings.items()},
-            start=self.progress.step if start is None else start,
-            prefetch=self.config.data.prefetch,
-            split=split,
-        )
-
-    # --- looking at metrics -----------------------------------------------------------------------
-
-    def _settle(self, loader: Loader) -> None:
-        """Looks at all steps that were not looked at yet."""
-        while self.waiting:
-            self._look(loader)
-
-    def _look(self, loader: Loader) -> None:
-        """Waits for the oldest step under way and books it."""
-        number, metrics = self.waiting.popleft()
-        self.monitor.look(number, metrics)  # waits until the step is done
-        self.progress.step = number
-        self.tokens.append(metrics["tokens"])
-        self.display.step(number)
-        every = self.config.train.log_every
-        if number == 1 or number % every == 0 or number == self.config.train.steps:
-            self._row(number, metrics, loader)
-
-    def _row(self, number: int, metrics: Metrics, loader: Loader) -> None:
-        now, window = time.monotonic(), self.window
-        seconds = now - window.began - window.aside_s
-        self._count_tokens()
-        seen, steps = self.progress.tokens_seen, number - window.step
-        values = {name: x.item() for name, x in jax.device_get(metrics).items()}
-        del values["tokens"], values["skipped"]
-        row = values | {"tokens_seen": seen}
-        row |= self.speed.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
-        row["data_wait_s"] = (loader.data_wait_s - window.data_wait_s) / steps
-        waited_s = self.monitor.waited_s
-        row |= self.pace.row(number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s)
-        self.progress.elapsed_s += seconds
-        self.window = MetricsWindow(now, number, seen, loader.data_wait_s, waited_s)
-        self.writer.write(number, row)
-        self.display.row(number, row)
-        self._report_saves()
-
-    def _count_tokens(self) -> None:
-        """Adds the tokens of the steps looked at to the run's."""
-        self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self.tokens))
-        self.tokens.clear()
-
-    # --- evaluating and saving --------------------------------------------------------------------
-
-    def _is_due(self, number: int) -> bool:
-        every = self.config.train.eval_every
-        return (every > 0 and number % every == 0) or self.store.should_save(number, time.monotonic())
-
-    def _pause(self, state: State, number: int, *, ended: bool, stopped: bool = False) -> None:
-        """Evaluates and saves what is due, if `stopped` in any case; the time is not training's."""
-        began, elapsed_s, every = time.monotonic(), self._elapsed_s(), self.config.train.eval_every
-        if every and not stopped and (ended or number % every == 0) and self.evaluated != number:
-            self._evaluate(state, number)
-        self._at("save", number)
-        if self.store.should_save(number, time.monotonic(), last=ended, stopped=stopped):
-            self._count_tokens()
-            progress = asdict(self.progress) | {"elapsed_s": elapsed_s}
-            fingerprints = {
-                "config": run_config.run_fingerprint(self.config),
-                "data": self.dataset.fingerprint,
-            }
-            metadata = {
-                "progress": progress,
-                "fingerprints": fingerprints,
-                restore.SKIPPED: self.dataset.windows,
-            }
-            self.store.save(number, self.built.views.flat(state), metadata, wait=ended)
-        self._report_saves()
-        self.window.aside_s += time.monotonic() - began
-
-    def _evaluate(self, state: State, number: int) -> None:
-        self.display.status("evaluating")
-        with self._loader("validation", 0) as batches:
-            watched = self.watch.over(batches, "evaluate", number, self.progress.step)
-            found = evaluate(self.built.evaluate, state, watched)
-        self.evaluated = number
-        row = {"eval_loss": found.loss, "eval_tokens": found.tokens}
-        self.writer.write(number, row)
-        self.writer.event("evaluate", number, **row)
-        self.display.evaluation(number, row)
-
-    def _report_saves(self) -> bool:
-        """Writes what became of saves; returns whether the last of them, if any, is good."""
-        for saved in self.store.poll():
-            self.writer.event(
-                "save",
-                saved.step,
-                ok=saved.ok,
-                error=saved.error and str(saved.error),
-                seconds=saved.seconds,
-                bytes=saved.bytes,
-            )
-            if not saved.ok:
-                self.display.note(f"checkpoint {saved.step} failed, training goes on: {saved.error}")
-            self.last_save_good = saved.ok
-        return self.last_save_good
-
-    # --- ending by the clock ----------------------------------------------------------------------
-
-    def _elapsed_s(self) -> float:
-        window = self.window
-        return self.progress.elapsed_s + time.monotonic() - window.began - window.aside_s
-
-    def _time_is_up(self, number: int) -> bool:
+    def _is_time_up(self, number: int) -> bool:
         """Returns whether the run's time is over; all processes agree."""
         minutes = self.config.train.max_minutes
         if not minutes or number % self.config.train.log_every:
             return False
-        return coordination.broadcast(self._elapsed_s() >= 60 * minutes)
+        return coordination.broadcast(self.log.elapsed_s() >= 60 * minutes)
+
+    def _open_loader(self, split: str, start: int) -> Loader:
+        batch = restore.abstract_batch(self.config, self.built, self.dataset)
+        return Loader(
+            self.dataset,
+            global_size=self.config.batch.global_size,
+            shardings={name: x.sharding for name, x in batch.items()},
+            start=start,
+            prefetch=self.config.data.prefetch,
+            split=split,
+        )

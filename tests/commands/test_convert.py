@@ -154,13 +154,13 @@ PIPELINED = {"mesh__pipeline": 2, "mesh__tensor": 2, "mesh__fsdp": 2, "pipeline_
 def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(text, tmp_path, monkeypatch, layout):
     """The average begins with the weights, too; a pipeline has their layers by stage."""
     source, folder = shutil.copytree(SMOLLM, tmp_path / "source"), tmp_path / "run"
-    begun, real = [], trainer.Session.train
+    begun, real = [], trainer.Trainer.train
 
     def noted(session, state):
         begun.append(jax.tree.map(np.array, session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(trainer.Session, "train", noted)
+    monkeypatch.setattr(trainer.Trainer, "train", noted)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     assert train.main([*flags(text, source, **layout), "--workdir", str(folder)]) == 0
     state = begun[0]

@@ -438,13 +438,13 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     found = peft.read(factors, family, run.config.lora, shapes_of(spec.trainable))
     for path, x in trees.flatten_names(jax.device_get(state.trainable)).items():
         np.testing.assert_array_equal(found[path], x)
-    begun, real = [], trainer.Session.train
+    begun, real = [], trainer.Trainer.train
 
     def noted(session, state):
         begun.append(jax.device_get(session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(trainer.Session, "train", noted)
+    monkeypatch.setattr(trainer.Trainer, "train", noted)
     on = flags(text, SMOLLM, **RUN | {"lora__from_peft": factors, "train__steps": 1})
     assert train.main([*on, "--workdir", str(tmp_path / "on")]) == 0
     assert bitwise_equal(begun[0].trainable, run.state.trainable)

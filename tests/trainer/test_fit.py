@@ -124,7 +124,7 @@ def test_a_workdir_is_that_of_train(whole):
     assert [row["step"] for row in whole.metrics.train] == list(range(1, 9))
     config = json.loads((whole.folder / "config.json").read_text())
     assert config["data"]["path"] == "x=float32[4] y=int32[]" and config["optimizer"]["name"] == "given"
-    assert config["model"]["name"].endswith("test_library.Net")
+    assert config["model"]["name"].endswith("test_fit.Net")
     (scored,) = [row for row in whole.metrics.evaluation if row["step"] == 8]
     expected = nnx.jit(lambda model, batch: model.loss(batch, None))(whole.model, dict(x=X[:16], y=Y[:16]))
     assert scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5) and scored["eval_tokens"] == 16

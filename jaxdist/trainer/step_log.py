@@ -1,0 +1,142 @@
+"""What a run records of its steps: metrics that wait on the devices, rows, the display, elapsed time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+
+from jaxdist.data.loader import Loader
+from jaxdist.distributed import straggler
+from jaxdist.resilience.health import Monitor
+from jaxdist.step.state import Metrics, State
+from jaxdist.telemetry.display import Display
+from jaxdist.telemetry.metrics import Throughput, Writers
+from jaxdist.trainer.restore import Progress
+from jaxdist.trainer.run_config import RunConfig
+
+AHEAD = 3  # steps that may be under way: the device never waits for the host to read metrics
+
+
+@dataclass
+class MetricsWindow:
+    """The time since the last row of metrics; the waits are counters as they were when it began."""
+
+    began: float  # monotonic seconds
+    step: int  # updates finished then
+    tokens_seen: int  # by then
+    data_wait_s: float = 0.0  # the loader's
+    device_wait_s: float = 0.0  # the monitor's
+    paused_s: float = 0.0  # spent in pauses since
+
+
+class StepLog:
+    """Records steps in order, each a few steps after it was started; keeps `progress` up to date.
+
+    A row of metrics covers the steps since the row before. Time in `paused` is not training time.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        progress: Progress,
+        writer: Writers,
+        display: Display,
+        throughput: Throughput,
+        samples: Callable[[int], tuple[int, int]],
+    ):
+        """Args:
+        samples: first and last global sample index of a step's batch.
+        """
+        self._train, self._progress, self._throughput = config.train, progress, throughput
+        self._writer, self._display = writer, display
+        self._monitor = Monitor(
+            config.health,
+            nonfinite_limit=config.optimizer.nonfinite_limit,
+            samples=samples,
+            event=writer.event,
+            note=display.note,
+        )
+        self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
+        self._tokens: list[jax.Array] = []  # weighted targets of the steps recorded since the last row
+
+    def begin(self, loader: Loader) -> None:
+        """Starts the clock for the steps after `progress.step`, which take the loader's batches."""
+        self._pending.clear()
+        self._tokens.clear()
+        self._loader, self._stragglers = loader, straggler.Pace(self._writer.event)
+        progress, waited_s = self._progress, self._monitor.waited_s
+        self._window = MetricsWindow(
+            time.monotonic(), progress.step, progress.tokens_seen, device_wait_s=waited_s
+        )
+
+    def rewind(self) -> None:
+        """Forgets the losses after `progress.step`, to which the run has gone back."""
+        self._monitor.rewound(self._progress.step)
+
+    def add_step(self, number: int, state: State, metrics: Metrics) -> None:
+        """Takes the outputs of a step that has just been started, and records the steps long done.
+
+        Raises:
+          Diverged: one of those went wrong.
+        """
+        self._monitor.compare(number, state)
+        self._pending.append((number, metrics))
+        self.drain_metrics(AHEAD)
+
+    def drain_metrics(self, under_way: int = 0) -> None:
+        """Waits for all steps but the newest so many, and records each.
+
+        Raises:
+          Diverged: one of them went wrong.
+        """
+        while len(self._pending) > under_way:
+            self._record_step(*self._pending.popleft())
+
+    def _record_step(self, number: int, metrics: Metrics) -> None:
+        self._monitor.look(number, metrics)  # waits until the step is done
+        self._progress.step = number
+        self._tokens.append(metrics["tokens"])
+        self._display.step(number)
+        if number in (1, self._train.steps) or number % self._train.log_every == 0:
+            self._write_row(number, metrics)
+
+    def _write_row(self, number: int, metrics: Metrics) -> None:
+        now, window = time.monotonic(), self._window
+        self._count_tokens()
+        seen, waited_s = self._progress.tokens_seen, self._monitor.waited_s
+        seconds, steps = now - window.began - window.paused_s, number - window.step
+        values = {name: x.item() for name, x in jax.device_get(metrics).items()}
+        del values["tokens"], values["skipped"]
+        row = values | {"tokens_seen": seen}
+        row |= self._throughput.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
+        row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
+        row |= self._stragglers.row(
+            number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
+        )
+        self._progress.elapsed_s += seconds
+        self._window = MetricsWindow(now, number, seen, self._loader.data_wait_s, waited_s)
+        self._writer.write(number, row)
+        self._display.row(number, row)
+
+    def _count_tokens(self) -> None:
+        self._progress.tokens_seen += sum(int(count) for count in jax.device_get(self._tokens))
+        self._tokens.clear()
+
+    def elapsed_s(self) -> float:
+        """Returns the seconds that the run has trained, restarts included."""
+        window = self._window
+        return self._progress.elapsed_s + time.monotonic() - window.began - window.paused_s
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[Progress]:
+        """Records all steps, yields how far the run has come, and stops the clock meanwhile."""
+        self.drain_metrics()
+        began = time.monotonic()
+        self._count_tokens()
+        yield replace(self._progress, elapsed_s=self.elapsed_s())
+        self._window.paused_s += time.monotonic() - began
