@@ -69,22 +69,13 @@ def _options(argv: list[str]) -> SupervisorOptions:
     ]
     if flags.min_processes is not None and flags.min_processes > flags.processes:
         faults.append(f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}")
-    if not 0 <= flags.grace_seconds < float("inf"):
-        faults.append(f"--grace-seconds {flags.grace_seconds:g}: must be a finite number >= 0")
+    if not 0 <= flags.grace_s < float("inf"):
+        faults.append(f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0")
     if not command:
         faults.append("no command: write `-- python -m jaxdist.train --config NAME` after the flags")
     if faults:
         raise ConfigError(faults)
-    return SupervisorOptions(
-        command=command,
-        processes=flags.processes,
-        devices_per_process=flags.devices_per_process,
-        min_processes=flags.min_processes,
-        max_restarts=flags.max_restarts,
-        capacity_file=flags.capacity_file and Path(flags.capacity_file),
-        grace_s=flags.grace_seconds,
-        preflight=flags.preflight,
-    )
+    return SupervisorOptions(command, **vars(flags))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,11 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--capacity-file",
+        type=Path,
         metavar="PATH",
         help="file with the number of processes that can run now, read before each start",
     )
     add(
         "--grace-seconds",
+        dest="grace_s",
         type=float,
         default=120,
         metavar="S",

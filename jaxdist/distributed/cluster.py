@@ -1,7 +1,4 @@
-"""The agents of a run, one per node, as the scheduler that started them tells: no jax, no network.
-
-A scheduler owns the machines; this only reads what it has put into the environment.
-"""
+"""The agents of a run, one per node, as the scheduler's environment variables say. No jax, no network."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
     """Returns this agent's place among those that a scheduler started; ClusterInfo() if it is alone.
 
     Raises:
-      ConfigError: there are several, but it is not known where the first is; its number is none of theirs.
+      ConfigError: there are several, but the address of the first is unknown; the number is out of range.
     """
     for find in (_from_variables, _slurm, _open_mpi, _kubernetes, _tpu):
         cluster = find(environ) or ClusterInfo()

@@ -27,10 +27,10 @@ def code(model: type) -> dict[str, str]:
 
 
 def agree(facts: Callable[[], Mapping[str, object]]) -> None:
-    """Returns once all processes have said the same; a lone one is not asked.
+    """Compares facts over all processes; a lone one does not compute them.
 
     Raises:
-      ConfigError: on all of them, naming who differs and in what.
+      ConfigError: on all of them, naming the process and the fact that differ.
     """
     if coordination.kv_client() and (faults := coordination.all_equal(facts())):
         raise ConfigError(faults)

@@ -58,6 +58,8 @@ def barrier(timeout_s: int = _FOREVER_S) -> None:
 def gather(value: Any, timeout_s: int = _GATHER_S) -> dict[int, Any]:
     """Returns {process: its JSON value} on the first process, {} on the others, once all have given one."""
     board = Board("gather")
+    if board.client is None:
+        return {0: value}
     board.put(value)
     barrier(timeout_s)
     return board.values() if jax.process_index() == 0 else {}
@@ -115,26 +117,17 @@ def raise_on_all() -> Iterator[None]:
 
 
 class Board:
-    """One JSON value a process, to replace and to read at any time; nobody waits.
-
-    A lone process keeps its own.
-    """
+    """One JSON value a process, to replace and to read at any time; nobody waits. Not for a lone process."""
 
     def __init__(self, name: str):
         self.client, self._name = kv_client(), f"jaxdist/{name}/{next(_numbers)}/"
-        self._own: dict[int, Any] = {}
 
     def put(self, value: Any) -> None:
         """Replaces this process's value."""
-        if self.client is None:
-            self._own = {0: value}
-        else:
-            self.client.key_value_set(f"{self._name}{jax.process_index()}", json.dumps(value), True)
+        self.client.key_value_set(f"{self._name}{jax.process_index()}", json.dumps(value), True)
 
     def values(self) -> dict[int, Any]:
         """Returns {process: value} of those that have one."""
-        if self.client is None:
-            return self._own
         rows = self.client.key_value_dir_get(self._name)
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
 

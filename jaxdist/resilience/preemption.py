@@ -1,7 +1,7 @@
 """Ends a run at a signal: every process after the same step, with everything saved.
 
-Signals to one process are enough. Processes agree through the coordination service, not through a
-collective: the devices never wait for it, and a step costs one look at a number.
+A signal to one process is enough. The processes agree through the coordination service, not through
+a collective: the devices never wait for it, and a step costs one comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.resilience import stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
-_FEW = 64  # processes that look so often; more look less often, for at most 256 looks a second in all
+_FEW = 64  # processes that look so often; more look less often: at most 256 requests a second in all
 _READY_S = 3_600  # for all to be ready for the first step; a lost process ends the wait sooner
 _BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy outside Python
 _LOST = (  # words of errors by which one process hears that another has gone
@@ -109,7 +109,7 @@ class StopSignals:
     # --- a thread of every process of a group -----------------------------------------------------
 
     def _watch(self) -> None:
-        """Hands on what this process was asked, and agrees on a step once any was asked."""
+        """Tells the others of a signal to this process; agrees on a step once any process had one."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no coordinator: the run is over
             look_s = _LOOK_S * max(1, jax.process_count() / _FEW)  # the coordinator answers them all
             while not self._left.wait(look_s):
@@ -157,10 +157,10 @@ def own_process() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code == EXIT_PREEMPTED:
             _leave_tidily(EXIT_PREEMPTED)
-        if leaving.code == EXIT_NO_CHECKPOINT:
-            _leave(EXIT_NO_CHECKPOINT)  # Python's own end would wait for a compiler
-        if leaving.code not in (0, None):
-            _leave_group(leaving.code if isinstance(leaving.code, int) else 1)
+        # Python's own end would wait for a compiler, or for processes that wait for this one.
+        failed_in_group = leaving.code not in (0, None) and jax.distributed.is_initialized()
+        if leaving.code == EXIT_NO_CHECKPOINT or failed_in_group:
+            _leave(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
         if jax.distributed.is_initialized():
@@ -224,12 +224,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
         and any(phrase in text for phrase in _LOST)
     ):
         print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
-        _leave_group(EXIT_PEER_LOST)
-
-
-def _leave_group(code: int) -> None:
-    if jax.distributed.is_initialized():
-        _leave(code)
+        _leave(EXIT_PEER_LOST)
 
 
 def _leave_tidily(code: int) -> None:

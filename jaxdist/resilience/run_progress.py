@@ -43,20 +43,18 @@ class ProgressReader:
     def newest(self) -> int:
         """Returns the newest step ever seen, logged or saved; steps done again do not count."""
         if self.folder is not None:
-            self._newest = max(self._newest, self._logged(), self._saved())
+            self._newest = max(self._newest, self._logged(self.folder), self._saved(self.folder))
         return self._newest
 
-    def _logged(self) -> int:
-        assert self.folder is not None
-        with contextlib.suppress(OSError), open(self.folder / METRICS_FILE, "rb") as file:
+    def _logged(self, folder: Path) -> int:
+        with contextlib.suppress(OSError), open(folder / METRICS_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return max((int(n) for n in re.findall(rb'^{"step": (\d+)', file.read(), re.M)), default=0)
         return 0
 
-    def _saved(self) -> int:
-        assert self.folder is not None
+    def _saved(self, folder: Path) -> int:
         with contextlib.suppress(OSError):
-            names = (path.name for path in (self.folder / "checkpoints").iterdir())
+            names = (path.name for path in (folder / "checkpoints").iterdir())
             return max((int(name) for name in names if name.isdecimal()), default=0)
         return 0
 

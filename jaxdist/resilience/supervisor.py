@@ -1,8 +1,8 @@
-"""The agent of a node: starts a run's processes, and starts all of them again when one is lost.
+"""The agent of a node: starts a run's processes, and restarts all of them when one is lost.
 
-A process that is gone takes the others with it: they wait in a collective for ever, and cannot save.
-So the rest is killed at once, and new ones begin at the newest good checkpoint, with what is
-there. With several agents the scheduler does the starting again: an agent then only ends its part.
+The others cannot go on without it: they wait in a collective for ever, and cannot save. So they are
+killed at once, and all restart from the newest good checkpoint, on the slots that are left. With
+several agents the scheduler restarts: an agent then only ends its own processes.
 """
 
 from __future__ import annotations
@@ -104,16 +104,17 @@ class Supervisor:
         if self.options.min_processes is not None:
             full = self.options.processes if self.agents.number == 1 else 0
             shared[elastic.FULL_PROCESSES] = str(full)
-        each = []
+        environments = []
         for rank, slot in enumerate(self.slots[:size], first):
-            rank_only = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
-            each.append(shared | rank_only | self._devices(slot))
+            number = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
+            devices = device_environment(
+                self.environ, slot, self.options.processes, self.options.devices_per_process
+            )
+            environments.append(shared | number | devices)
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
-        return WorkerGroup(self.options.command, each, first=first, out=self._out, wakeup=self._wakeup)
-
-    def _devices(self, slot: int) -> dict[str, str]:
-        options = self.options
-        return device_environment(self.environ, slot, options.processes, options.devices_per_process)
+        return WorkerGroup(
+            self.options.command, environments, first=first, out=self._out, wakeup=self._wakeup
+        )
 
     def _out(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,35 +66,27 @@ def _read(memory: int) -> Beat:
     return Beat(*_BEAT.unpack(os.pread(memory, _BEAT.size, BEAT_AT)))
 
 
+@dataclass
 class WatchdogProcess:
     """Watches one process until that ends or is ended."""
 
-    def __init__(
-        self,
-        *,
-        pid: int,
-        process: int,
-        processes: int,
-        folder: str,
-        group: str,
-        life: int,
-        memory: int,
-        dump: int,
-        leave: int,
-    ):
-        """Args:
-        pid: of the process, which has this one as its child.
-        group: the same for all processes that run together, and no others.
-        life: a pipe that closes when the process ends.
-        memory, dump: files: its beat; where it writes its stacks at DUMP_SIGNAL.
-        leave: a pipe; a byte in it ends the process with 76, unless it holds the interpreter lock.
-        """
-        self.pid, self.process, self.processes = pid, process, processes
-        self.folder, self.group = Path(folder), group
-        self.life, self.memory, self.dump, self.leave = life, memory, dump, leave
-        self._file = self.folder / BEATS / str(process)
-        self._published, self._published_row = 0.0, b""
-        self._allowance = 0.0  # seconds in which nobody could look
+    pid: int  # of the process, which has this one as its child
+    process: int  # its number in the run
+    processes: int
+    folder: str  # the workdir
+    group: str  # the same for all processes that run together, and no others
+    life: int  # a pipe that closes when the process ends
+    memory: int  # a file: its beat
+    dump: int  # a file: its stacks, after DUMP_SIGNAL
+    leave: int  # a pipe; a byte in it ends the process with 76, unless it holds the interpreter lock
+
+    _published_s = 0.0  # when its beat was last written for the others
+    _published_row = b""
+    _allowance_s = 0.0  # in which nobody could look
+
+    @property
+    def _beats(self) -> Path:
+        return Path(self.folder) / BEATS
 
     def run(self) -> None:
         """Returns when the process has ended."""
@@ -101,12 +94,12 @@ class WatchdogProcess:
         while not self._ended(_POLL_S):
             now = time.monotonic()
             if now - looked > _ASLEEP_S:
-                self._allowance += now - looked
+                self._allowance_s += now - looked
             looked, beat = now, _read(self.memory)
             if beat.since > now - _POLL_S:
-                self._allowance = 0.0
+                self._allowance_s = 0.0
             self._publish(beat, now)
-            if now < beat.deadline + self._allowance:
+            if now < beat.deadline + self._allowance_s:
                 continue
             before, guilty = guilty, self._guilty(beat, now)
             # Seen twice, as what is read of others while they write it may be nothing.
@@ -122,38 +115,39 @@ class WatchdogProcess:
     def _tidy(self) -> None:
         """Removes this process's file, and those of a start with more processes."""
         with contextlib.suppress(OSError):
-            for path in self._file.parent.iterdir():
+            for path in self._beats.iterdir():
                 if int(path.name) not in set(range(self.processes)) - {self.process}:
                     path.unlink()
-            self._file.parent.rmdir()  # by the last
+            self._beats.rmdir()  # by the last
 
     # --- the others -------------------------------------------------------------------------------
 
     def _publish(self, beat: Beat, now: float) -> None:
         """Tells the other watchers where this process is; once a second, and if it has moved."""
-        if self.processes == 1 or now - self._published < _PUBLISH_S + self.processes / 64:
+        if self.processes == 1 or now - self._published_s < _PUBLISH_S + self.processes / 64:
             return
-        if beat.at_step < 0 and now < (beat.since + beat.deadline) / 2 and not self.folder.is_dir():
+        if beat.at_step < 0 and now < (beat.since + beat.deadline) / 2 and not self._beats.parent.is_dir():
             return  # the config may be refused yet, which leaves no folder
         row = beat._asdict() | {"group": self.group, "process": self.process}
-        row |= {"deadline": time.time() + beat.deadline + self._allowance - now}
+        row |= {"deadline": time.time() + beat.deadline + self._allowance_s - now}
         row["deadline"] = round(row["deadline"], 1)
         data = json.dumps(row).ljust(400).encode()
         if data != self._published_row:
             # In place, and closed: what another node then opens is new even on NFS.
             with contextlib.suppress(OSError):
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                self._beats.mkdir(parents=True, exist_ok=True)
+                file_number = os.open(self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644)
+                with open(file_number, "wb") as file:
                     file.write(data)
                 self._published_row = data
-        self._published = now
+        self._published_s = now
 
     def _others(self) -> dict[int, Beat]:
         """Returns the other processes' beats; a deadline is in seconds since 1970."""
         beats: dict[int, Beat] = {}
         for number in set(range(self.processes)) - {self.process}:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                row = json.loads((self.folder / BEATS / str(number)).read_bytes())
+                row = json.loads((self._beats / str(number)).read_bytes())
                 if row["group"] == self.group:
                     beats[number] = Beat(*(row[field] for field in Beat._fields))
         return beats
@@ -182,7 +176,7 @@ class WatchdogProcess:
         level = any(other.place == beat.place for other in self._others().values())
         patient = level and not stopped and (waits or _RESULT in main)
         time.sleep(3 * _LEVEL_S * patient)  # the guilty one speaks, and ends, first
-        events = MetricsWriter(self.folder)
+        events = MetricsWriter(Path(self.folder))
         for number, where in sorted(guilty.items()):
             fields = _fields(where) | {"process": number, "reported_by": self.process}
             if number == self.process:
