@@ -7,7 +7,6 @@ import functools
 import os
 import platform as system
 import re
-import typing
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,7 +152,8 @@ def lead_first(what: str) -> Iterator[None]:
     So a program costs the machine one compilation and not one a process. Each process enters with the
     same name; a second time nobody waits.
     """
-    client, settings = kv_client(), typing.cast(Any, jax.config)
+    client = kv_client()
+    settings: Any = jax.config
     cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
     local = client is not None and _is_one_machine(os.environ) and jax.default_backend() == "cpu"
     shared = local and cached
