@@ -135,7 +135,7 @@ class Board:
 class FailableBarrier:
     """Barriers of a thread in the background, in rounds; a process that fails ends the wait of all.
 
-    Every process makes the same ones, of which there are several only with several processes.
+    Every process makes the same ones. Not for a lone process.
     """
 
     def __init__(self, name: str):

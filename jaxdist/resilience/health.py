@@ -84,7 +84,7 @@ class Monitor:
         self._comparing: tuple[int, Comparison] | None = None  # under way
 
     def look(self, number: int, metrics: dict[str, jax.Array]) -> None:
-        """Books a step.
+        """Checks a step's loss, and the replicas if their comparison is done.
 
         Raises:
           Diverged: by the policies of the config.

@@ -191,9 +191,8 @@ def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
     if not jax.distributed.is_initialized() and initialize.detect_launcher(environ) == initialize.LAUNCH:
         raise ConfigError(
-            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not "
-            f"joined to "
-            f"the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
+            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not joined "
+            "to the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
         )
 
 
@@ -216,13 +215,9 @@ def _fail(error: BaseException) -> None:
 
 def _leave_if_peer_lost(error: BaseException) -> None:
     text = str(error).lower()
-    own_fault = "resource_exhausted" in text  # of memory, that of NCCL too
-    if (
-        _owned
-        and jax.distributed.is_initialized()
-        and not own_fault
-        and any(phrase in text for phrase in _LOST)
-    ):
+    out_of_memory = "resource_exhausted" in text  # NCCL's, too: a fault of this process
+    lost = any(phrase in text for phrase in _LOST) and not out_of_memory
+    if lost and _owned and jax.distributed.is_initialized():
         print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
         _leave(EXIT_PEER_LOST)
 

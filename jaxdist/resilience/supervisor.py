@@ -157,7 +157,7 @@ class Supervisor:
     # --- after a loss -----------------------------------------------------------------------------
 
     def _after_loss(self, workers: WorkerGroup, early: Mapping[int, int], moved: bool) -> int | None:
-        """Books a lost process; returns the exit code of the run if it ends here, else waits a little."""
+        """Records a lost process; returns the exit code of the run if it ends here, else waits a little."""
         number = lost_process(early)
         if number is None:  # 75 from one, and no end of the others
             self.say("not all processes stopped in time")
@@ -251,7 +251,7 @@ class Supervisor:
         return elastic.fit_config(config, devices=size * each, full_devices=full) is not None
 
     def _fewer_may_do(self, size: int) -> bool:
-        """Books a size that ended with 78; returns whether to try a smaller one.
+        """Records a size that ended with 78; returns whether to try a smaller one.
 
         Only of a reduced start before the first step, when no file tells yet which sizes are legal.
         """
