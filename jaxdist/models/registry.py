@@ -116,7 +116,13 @@ def build_function(model: type[nnx.Module], options: Mapping[str, Any]) -> Calla
     return build
 
 
+def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
+    """Returns `Model.Config` of the options, with its hooks (see `protocols.model`); None without one."""
+    config: Any = options_class(model)
+    return None if config is model else config(**options)
+
+
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
     """Returns what the model's own config says is wrong with its values."""
-    config: Any = options_class(model)
-    return config(**options).faults() if hasattr(config, "faults") else []
+    config = model_config(model, options)
+    return config.faults() if hasattr(config, "faults") else []

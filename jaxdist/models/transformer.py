@@ -268,7 +268,7 @@ class Transformer(nnx.Module):
     @property
     def max_length(self) -> int | None:
         """The most tokens that a sequence may have; None: no limit."""
-        return self.config.max_positions if self.config.positions == "learned" else None
+        return self.config.max_length
 
     def init_cache(self, batch_size: int, length: int) -> Cache:
         """Returns an empty cache for `length` tokens of each of `batch_size` sequences."""

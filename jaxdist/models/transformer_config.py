@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
+
+SIZES = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
 Kind = Literal["global", "local"]  # of layer: it sees all tokens before, or the last `window` of them
 
 
@@ -56,13 +59,53 @@ class TransformerConfig:
         """Returns how many dims of a head turn."""
         return round(self.rotary_fraction * self.head_dim)
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence may have; None: no limit."""
+        return self.max_positions if self.positions == "learned" else None
+
+    @property
+    def tensor_parallel_dims(self) -> tuple[str, ...]:
+        """The sizes that the mesh axis tensor must divide; fewer kv heads are copied."""
+        kv = ("num_kv_heads",) * (1 < self.num_kv_heads == self.num_heads)
+        return ("num_heads", *kv, "d_ff", "vocab_size")
+
+    def flops_per_token(self, sequence_length: int, convention: Convention) -> float:
+        """Returns model FLOPs per token, forward and backward, by `transformer_flops_per_token`."""
+        sizes = {name: getattr(self, name) for name in (*SIZES, "gated", "layer_pattern", "window")}
+        return transformer_flops_per_token(**sizes, sequence_length=sequence_length, convention=convention)
+
+    def tiny(self, sequence_length: int) -> dict[str, Any]:
+        """Returns the values that change in a tiny variant with every choice kept.
+
+        Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4).
+        """
+        pattern = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
+        sizes: dict[str, Any] = {
+            "num_layers": 2 * len(pattern),  # whole patterns on two stages
+            "d_model": 64,
+            "d_ff": 96,
+            "num_heads": 8,
+            "num_kv_heads": {self.num_heads: 8, 1: 1}.get(self.num_kv_heads, 4),
+            "head_dim": 8,
+            "vocab_size": 128,
+        }
+        if self.max_positions:
+            sizes["max_positions"] = sequence_length
+        if self.loss_chunk:
+            sizes["loss_chunk"] = 64  # several chunks on any layout
+        if self.window:
+            sizes |= {"layer_pattern": pattern, "window": min(self.window, max(sequence_length // 4, 1))}
+        if self.rotary_fraction < 1:
+            sizes["rotary_fraction"] = 0.5  # an even number of dims
+        return sizes
+
     def faults(self) -> list[str]:
         """Returns what is wrong with the values, each with its cure."""
         return [*self._size_faults(), *self._range_faults(), *self._rotary_faults(), *self._layer_faults()]
 
     def _size_faults(self) -> Iterator[str]:
-        sizes = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-        wrong = [name for name in sizes if getattr(self, name) < 1]
+        wrong = [name for name in SIZES if getattr(self, name) < 1]
         yield from (f"model.{name}={getattr(self, name)}: must be >= 1" for name in wrong)
         if not wrong and self.num_heads % self.num_kv_heads:
             yield (

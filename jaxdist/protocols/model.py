@@ -6,6 +6,12 @@ A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are 
 `blocks.layer_pattern`, names of kinds of layers that repeat over the depth, ("local", "global") say:
 all have the same parameters, and a block reads its own kind, a Python string, in `context.kind`.
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
+
+A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
+`flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
+the most tokens of a sequence or None; `tiny(sequence_length)`, the values that change in a tiny variant;
+`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide. Without them FLOPs are
+counted in the program, no sequence is too long, and `verify` takes the model as it is.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from jaxdist.telemetry import hlo
 
+Convention = Literal["causal", "full"]  # whether attention counts what a causal mask leaves, or all
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -43,7 +45,7 @@ def transformer_flops_per_token(
     head_dim: int,
     vocab_size: int,
     sequence_length: int,
-    convention: Literal["causal", "full"],
+    convention: Convention,
     gated: bool = True,
     layer_pattern: Sequence[str] = ("global",),
     window: int = 0,

@@ -94,6 +94,11 @@ class RunConfig:
         return {name: value for name, value in self.model.items() if name != "target"}
 
     @property
+    def model_config(self) -> Any:
+        """The options as the model's Config, with its hooks; None if it has none."""
+        return registry.model_config(self.model_class, self.model_options)
+
+    @property
     def vocab_size(self) -> int | None:
         return self.model.get("vocab_size")
 

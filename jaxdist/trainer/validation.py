@@ -142,25 +142,25 @@ def _faults(run: RunConfig) -> Iterator[str]:
 
 
 def _sample_faults(run: RunConfig) -> Iterator[str]:
-    train, rows = run.train, run.model.get("max_positions", 0)
+    train, most = run.train, getattr(run.model_config, "max_length", None)
     if train.sample_tokens < 0:
         yield f"train.sample_tokens={train.sample_tokens}: must be >= 0 (0 = no sample)"
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
     longest = len(train.sample_prompt.encode()) + train.sample_tokens
-    if run.model.get("positions") == "learned" and train.sample_tokens and 0 < rows < longest:
+    if train.sample_tokens and most and most < longest:
         yield (
-            f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the learned "
-            f"positions (model.max_positions={rows}); lower it"
+            f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the model's longest "
+            f"sequence, {most} (learned positions: model.max_positions); lower it"
         )
 
 
 def _sequence_faults(run: RunConfig) -> Iterator[str]:
-    rows, length = run.model.get("max_positions", 0), run.batch.sequence_length
-    if run.model.get("positions") == "learned" and 0 < rows < length:
+    most, length = getattr(run.model_config, "max_length", None), run.batch.sequence_length
+    if most and most < length:
         yield (
-            f"batch.sequence_length={length} is longer than the model's learned positions "
-            f"(model.max_positions={rows}); shorten the sequence or raise model.max_positions"
+            f"batch.sequence_length={length} exceeds the model's longest sequence, {most}; shorten the "
+            f"sequence or, with learned positions, raise model.max_positions"
         )
 
 

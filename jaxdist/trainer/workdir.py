@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -27,7 +27,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
 from jaxdist.storage import atomic, lock
-from jaxdist.telemetry.flops import jaxpr_flops, transformer_flops_per_token
+from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
 from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resume, run_fingerprint
@@ -226,28 +226,17 @@ def describe_run(
     }
 
 
-FORMULA_FIELDS = (
-    "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "gated",
-    "layer_pattern", "window",
-)  # fmt: skip
-
-
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """Returns model FLOPs per target (forward and backward) by both attention conventions.
 
-    A transformer's are by formula; a frozen kernel has no gradient of its own, so it takes two thirds.
-    Another model's are counted from its forward program, times three; there both conventions are what
-    the program does, and all counts as trained.
+    By the formula of the model's Config, where it has one; a frozen kernel has no gradient of its own, so
+    it takes two thirds. Another model's are counted from its forward program, times three; there both
+    conventions are what the program does, and all counts as trained.
     """
     length = targets_per_sample(run)
-    if all(name in run.model for name in FORMULA_FIELDS):
-        sizes = {name: run.model[name] for name in FORMULA_FIELDS}
-        conventions: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+    if formula := getattr(run.model_config, "flops_per_token", None):
         less = _frozen_flops(run, spec)
-        return {
-            kind: transformer_flops_per_token(**sizes, sequence_length=length, convention=kind) - less
-            for kind in conventions
-        }
+        return {convention: formula(length, convention) - less for convention in ("causal", "full")}
     batch = batch_shapes(run, 1)
     objective = build_objective(spec, compute=run.precision.compute, remat="none")
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])

@@ -17,6 +17,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.parallel.axes import AXES, BATCH_AXES, BUILT, SEQUENCE_AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
+from jaxdist.protocols.param_names import FSDP_NAME
 from jaxdist.trainer import run_config, validation
 from jaxdist.trainer.run_config import RunConfig
 
@@ -24,7 +25,6 @@ JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with
 LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
 ACCUMULATION = 4
-SIZES = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 ONE_DEVICE = (
     {f"mesh.{axis}": 1 for axis in AXES}
     | {f"mesh.dcn.{axis}": 1 for axis in AXES}
@@ -47,8 +47,7 @@ class CaseLayout:
 def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns the run at tiny sizes, every variant kept, and lines that say what was changed.
 
-    Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4). A model
-    without the sizes of a transformer is used as it is.
+    A model whose Config has no `tiny` is used as it is.
 
     Raises:
       ConfigError: such a model has more than 5 M parameters.
@@ -63,8 +62,11 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
     if run.data.is_text:
         new["batch.sequence_length"] = min(32, run.batch.sequence_length)
         run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
-    if set(SIZES) <= set(run.model):
-        new |= _small_model(run.model, num_devices, new["batch.sequence_length"])
+    config = run.model_config
+    if hasattr(config, "tiny"):
+        split = (*config.tensor_parallel_dims, FSDP_NAME)
+        for name, size in config.tiny(new["batch.sequence_length"]).items():
+            new[f"model.{name}"] = math.lcm(size, num_devices) if name in split else size
     else:
         _refuse_if_large(run)
     changed = {path: value for path, value in new.items() if old[path] != value}
@@ -76,38 +78,13 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
     return with_values(run, changed), tuple(lines)
 
 
-def _small_model(model: Mapping[str, Any], num_devices: int, length: int) -> dict[str, Any]:
-    heads = math.lcm(8, num_devices)
-    kinds = {model["num_heads"]: heads, 1: 1}
-    pattern = tuple(dict.fromkeys(model.get("layer_pattern", ())))  # each kind of layer once
-    sizes: dict[str, Any] = {
-        "num_layers": 2 * max(len(pattern), 1),  # whole patterns on two stages
-        "d_model": math.lcm(64, num_devices),
-        "d_ff": math.lcm(96, num_devices),
-        "num_heads": heads,
-        "num_kv_heads": kinds.get(model["num_kv_heads"], 4),
-        "head_dim": 8,
-        "vocab_size": math.lcm(128, num_devices),
-    }
-    if model.get("max_positions"):
-        sizes["max_positions"] = length
-    if model.get("loss_chunk"):
-        sizes["loss_chunk"] = 64  # several chunks on any layout
-    if model.get("window"):
-        sizes |= {"layer_pattern": pattern, "window": min(model["window"], max(length // 4, 1))}
-    if model.get("rotary_fraction", 1) < 1:
-        sizes["rotary_fraction"] = 0.5  # an even number of dims
-    return {f"model.{name}": value for name, value in sizes.items()}
-
-
 def _refuse_if_large(run: RunConfig) -> None:
     one = with_values(run, ONE_DEVICE)
     spec = validation.validate(one, jax.devices()[:1])[2]
     if spec.parameter_count > LARGEST_AS_IS:
-        missing = ", ".join(sorted(set(SIZES) - set(run.model)))
         raise ConfigError(
             f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot be shrunk "
-            f"(it has no {missing}); verify a config of at most {LARGEST_AS_IS:,} parameters"
+            f"(its Config has no tiny()); verify a config of at most {LARGEST_AS_IS:,} parameters"
         )
 
 
@@ -148,7 +125,7 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[CaseLayout]:
         found.append(CaseLayout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
     if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
         found += _pipelines(n, len(run.model.get("layer_pattern", "1")))
-    grouped = {"model.num_kv_heads": 4} if set(SIZES) <= set(run.model) else {}
+    grouped = {"model.num_kv_heads": 4} if hasattr(run.model_config, "tiny") else {}
     found.append(CaseLayout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
     return found + _own(run, n, found)
 

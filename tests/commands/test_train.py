@@ -97,7 +97,7 @@ CASES = {
     "zero without shards": (["mesh.zero=1"], ["mesh.zero=1 with mesh.fsdp=1", "set mesh.fsdp"]),
     "learned positions": (
         ["model.positions=learned", "model.max_positions=64", "train.sample_tokens=0"],
-        ["batch.sequence_length=128 is longer than the model's learned positions",
+        ["batch.sequence_length=128 exceeds the model's longest sequence, 64",
          "raise model.max_positions"],
     ),
     "no learned positions": (["model.positions=learned"], ["model.max_positions: learned"]),

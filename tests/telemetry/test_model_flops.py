@@ -1,11 +1,15 @@
 """The FLOP formula that MFU rests on, against the programs of the real model."""
 
+import dataclasses
+import inspect
+
 import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxdist import config as configs
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops
+from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops, transformer_flops_per_token
 from jaxdist.trainer import build, run_config, validation, workdir
 
 
@@ -105,3 +109,20 @@ def test_a_local_layer_counts_the_tokens_it_sees():
     assert program - windowed_program == pytest.approx(2 * unit * (5 / 8 * length - columns), rel=1e-6)
     assert windowed["causal"] < windowed_program < everywhere["causal"]
     assert count(window=length)[0] == everywhere  # a window that hides nothing
+
+
+@pytest.mark.parametrize("convention", ["causal", "full"])
+def test_the_config_s_hook_is_the_formula(run, convention):
+    names = inspect.signature(transformer_flops_per_token).parameters.keys() & run.model.keys()
+    assert len(names) == 10
+    sizes = {name: run.model[name] for name in names}
+    formula = transformer_flops_per_token(**sizes, sequence_length=256, convention=convention)
+    assert run.model_config.flops_per_token(256, convention) == formula
+
+
+def test_a_tiny_variant_is_legal_for_each_packaged_model():
+    for name in ("gpt2_124m", "llama3_8b", "quickstart"):
+        run = run_config.from_config(configs.load(name, folders=configs.packaged_folders()))
+        tiny = dataclasses.replace(run.model_config, **run.model_config.tiny(32))
+        assert not tiny.faults() and (tiny.max_length or 32) >= 32
+        assert all(getattr(tiny, size) % 8 == 0 for size in tiny.tensor_parallel_dims)

@@ -55,7 +55,7 @@ def test_shrinking_keeps_the_variants():
     assert small.data.packing == "documents"
     changed = {change.path for change in configs.diff(*map(configs.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
-    sizes = {f"model.{name}" for name in (*cases.SIZES, "max_positions", "loss_chunk")}
+    sizes = {f"model.{name}" for name in run.model_config.tiny(32)}
     assert changed <= sizes | {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"}
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
     assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
