@@ -114,23 +114,24 @@ def test_fsdp_volume():
 )
 def test_the_table_of_the_five_steps(billions, tensor, pipeline):
     found = rules_of_thumb.rule_of_thumb(billions * 1e9, targets.parse("h100:384x8"), 128)
-    assert (found.tensor, found.pipeline) == (tensor, pipeline)
-    assert found.tensor * found.pipeline * found.data * found.fsdp == 3072
-    assert found.microbatches >= 4 * (pipeline - 1) and 128 / found.pipeline >= rules_of_thumb.MIN_LAYERS
+    mesh = found.mesh
+    assert (mesh.tensor, mesh.pipeline) == (tensor, pipeline)
+    assert mesh.tensor * mesh.pipeline * mesh.data * mesh.fsdp == 3072
+    assert found.microbatches >= 4 * (pipeline - 1) and 128 / mesh.pipeline >= rules_of_thumb.MIN_LAYERS
 
 
 def test_worked_layouts():
-    case = rule("65b", "a100:16x8")
+    case = rule("65b", "a100:16x8").mesh
     assert (case.tensor, case.pipeline, case.data * case.fsdp) == (8, 4, 4)
-    case = rule("70b", "h100:100x8")
+    case = rule("70b", "h100:100x8").mesh
     assert (case.tensor, case.pipeline, case.data * case.fsdp) == (8, 4, 25)
-    case = rule("1000b", "h100:384x8")
+    case = rule("1000b", "h100:384x8").mesh
     assert case.tensor == 8 and case.tensor * case.pipeline * case.data * case.fsdp == 3072
 
 
 def test_tensor_stays_in_the_node_and_stages_keep_four_layers():
-    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).tensor == 4
-    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).pipeline == 2
+    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).mesh.tensor == 4
+    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).mesh.pipeline == 2
     assert "does not fit" in rule("405b", "h100:8x8").reasons[-1]
 
 
@@ -140,8 +141,8 @@ def test_devices_needed():
 
 
 def test_on_a_torus_tokens_decide():
-    assert rule("70b", "v5p:4x4x4", tokens=4096).fsdp == 64
+    assert rule("70b", "v5p:4x4x4", tokens=4096).mesh.fsdp == 64
     few = rule("70b", "v5p:4x4x4", tokens=512)
-    assert (few.fsdp, few.tensor) == (32, 2) and "850 tokens" in few.reasons[1]
+    assert (few.mesh.fsdp, few.mesh.tensor) == (32, 2) and "850 tokens" in few.reasons[1]
     across = rule("70b", "v6e:16x16x2", tokens=8192)
-    assert (across.data, across.fsdp, across.tensor) == (2, 256, 1)
+    assert (across.mesh.data, across.mesh.fsdp, across.mesh.tensor) == (2, 256, 1)
