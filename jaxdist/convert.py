@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ import jax.numpy as jnp
 
 from jaxdist import config as configs
 from jaxdist import interop
-from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, trees
+from jaxdist.config import ConfigError, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
@@ -42,13 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError(f"--to {target}: something is there; give a folder that is empty or not there yet")
     to_huggingface = _to_peft if flags.adapters else _to_huggingface
     convert = to_huggingface if flags.format == "huggingface" else _to_workdir
-    try:
-        with atomic.replacing(target) as partial:
-            partial.mkdir(parents=True)
-            summary = convert(flags, partial)
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NO_CHECKPOINT
+    with atomic.replacing(target) as partial:
+        partial.mkdir(parents=True)
+        summary = convert(flags, partial)
     print(f"{target}: {summary}")
     return 0
 
@@ -141,4 +135,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

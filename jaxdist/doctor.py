@@ -159,4 +159,4 @@ def _text(path: str, value: object) -> str:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

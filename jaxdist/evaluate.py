@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
+from jaxdist.config import ConfigError, extras
 from jaxdist.evaluation import trained_run
 from jaxdist.evaluation.trained_run import HeldOut
 from jaxdist.trainer import cli
@@ -28,13 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
-    run = trained_run.opened(flags)
-    if run is None:
-        return EXIT_NO_CHECKPOINT
+    run = trained_run.load_run(**cli.run_options(flags))
     lead = jax.process_index() == 0
     watch = _Progress() if lead else None
     if harness:
-        found = harness.evaluate_tasks(
+        metrics = harness.evaluate_tasks(
             run,
             flags.tasks.split(","),
             folder=flags.tasks_folder,
@@ -43,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
             watch=watch,
             log=run.log,
         )
-        text = _as_json({"step": int(run.state.step), "tasks": found}) if flags.json else _as_table(found)
+        results = {"step": int(run.state.step), "tasks": metrics}
+        text = _as_json(results) if flags.json else _as_table(metrics)
     else:
         held = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
         text = _as_json(held._asdict()) if flags.json else _as_text(held)
@@ -59,8 +58,8 @@ def _check(flags: argparse.Namespace) -> None:
         for name in ("limit", "max_length")
         if (value := getattr(flags, name)) is not None and value < 1
     ]
-    own = ("tasks_folder", "limit", "max_length")
-    if not flags.tasks and any(getattr(flags, name) is not None for name in own):
+    task_flags = (flags.tasks_folder, flags.limit, flags.max_length)
+    if not flags.tasks and any(flag is not None for flag in task_flags):
         faults.append("--tasks-folder, --limit and --max-length go with --tasks; name some")
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
@@ -69,7 +68,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = trained_run.CommandFlags("evaluate", __doc__)
+    parser = cli.WorkdirParser("evaluate", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
         "--validation-tokens",
@@ -87,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _as_json(found: Any) -> str:
+def _as_json(result: Any) -> str:
     """Returns the result as strict JSON: what is infinite or not a number is null."""
-    return json.dumps(_finite(found))
+    return json.dumps(_finite(result))
 
 
 def _finite(value: Any) -> Any:
@@ -98,10 +97,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _as_table(found: dict[str, dict[str, Any]]) -> str:
+def _as_table(results: dict[str, dict[str, Any]]) -> str:
     rows = [
         (task, metric.removesuffix(",none"), f"{value:.4f}")
-        for task, metrics in found.items()
+        for task, metrics in results.items()
         for metric, value in metrics.items()
         if isinstance(value, float) and "stderr" not in metric
     ]
@@ -109,11 +108,11 @@ def _as_table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _as_text(found: HeldOut) -> str:
-    bits = "unknown" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+def _as_text(result: HeldOut) -> str:
+    bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
     return (
-        f"step {found.step}: loss {found.loss:.6f} nats per target over {found.tokens} targets, "
-        f"perplexity {found.perplexity:.4f}, bits per byte {bits}"
+        f"step {result.step}: loss {result.loss:.6f} nats per target over {result.tokens} targets, "
+        f"perplexity {result.perplexity:.4f}, bits per byte {bits}"
     )
 
 
@@ -133,4 +132,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

@@ -6,7 +6,6 @@ import argparse
 
 import jax
 
-from jaxdist.config import EXIT_NO_CHECKPOINT
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer import cli
@@ -15,17 +14,15 @@ from jaxdist.trainer import cli
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
-    run = trained_run.opened(flags)
-    if run is None:
-        return EXIT_NO_CHECKPOINT
-    found = run.generate(
+    run = trained_run.load_run(**cli.run_options(flags))
+    samples = run.generate(
         flags.prompt,
         max_tokens=flags.max_tokens,
         sampling=SamplingConfig(flags.temperature, flags.top_k, flags.top_p),
         seed=flags.seed,
         num_samples=flags.num_samples,
     )
-    texts = [sample.text for samples in found for sample in samples]
+    texts = [sample.text for of_prompt in samples for sample in of_prompt]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):
             print(f"--- {number} of {len(texts)}\n{text}" if len(texts) > 1 else text)
@@ -33,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = trained_run.CommandFlags("generate", __doc__)
+    parser = cli.WorkdirParser("generate", __doc__)
     add, sampling = parser.add_argument, SamplingConfig()
     add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
@@ -56,4 +53,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

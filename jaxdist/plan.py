@@ -131,4 +131,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

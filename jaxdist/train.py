@@ -10,9 +10,8 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.state_dict import LayoutError
-from jaxdist.config import EXIT_NO_CHECKPOINT, EXIT_PREEMPTED, ConfigError
+from jaxdist.config import EXIT_PREEMPTED, ConfigError
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.planner import dry_run
@@ -48,9 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_PREEMPTED
     except LayoutError as error:
         raise ConfigError(error.faults) from error
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NO_CHECKPOINT
     except (trainer.TrainingStopped, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -77,4 +73,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     with own_process():
-        cli.main_with_config_errors(main)
+        cli.exit_with_code(main)

@@ -86,4 +86,4 @@ def _emulate(count: int) -> None:
 
 
 if __name__ == "__main__":
-    cli.main_with_config_errors(main)
+    cli.exit_with_code(main)

@@ -125,6 +125,18 @@ def test_a_folder_imports_only_what_stands_after_it():
     assert not faults, "\n".join(faults)
 
 
+READERS_OF_RUNS = {"commands", "planner", "verification", "evaluation", "trainer"}
+
+
+def test_what_is_below_the_trainer_takes_the_smallest_config_it_needs():
+    """Only these know a whole RunConfig; other parts are given the component's own, or values."""
+    users = {name for name in modules() if "trainer.run_config" in own_imports(name)}
+    users |= {name for name, file in modules().items() if "RunConfig" in file.read_text()}
+    assert len(users) > 10
+    faults = {name for name in users if folder_of(name) not in READERS_OF_RUNS}
+    assert not faults, sorted(faults)
+
+
 def test_the_house_is_low():
     below = {folder: {there for here, there in edges() if here == folder} for folder in ORDER}
 

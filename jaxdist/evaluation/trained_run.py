@@ -6,11 +6,9 @@ the shardings of any legal mesh.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdist import config as configs
-from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.distributed import initialize
 from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
@@ -411,37 +406,3 @@ def _watched(batches: Loader, total: int, watch: Watch | None) -> Iterator[Devic
         if watch:
             watch(number, total)
         yield batch
-
-
-# --- what the commands share ----------------------------------------------------------------------
-
-
-class CommandFlags(configs.Parser):
-    """A parser with --workdir and --step, whose errors are ConfigErrors."""
-
-    def __init__(self, name: str, description: str | None):
-        super().__init__(prog=f"jaxdist {name}", description=description)
-        self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
-        self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
-        self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
-
-
-def opened(flags: argparse.Namespace) -> TrainedRun | None:
-    """Returns the run that a command's flags name; None, with the reason printed: no checkpoint.
-
-    Standard output is for results: all else goes to standard error.
-    """
-    sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(",")) if flags.mesh else None
-    axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in (sizes or {}).items()}
-    mesh = None if sizes is None else configs.from_config_dict(MeshConfig, axes)
-    _log(initialize.prepare())
-    try:
-        return load_run(flags.workdir, step=flags.step, mesh=mesh, log=_log)
-    except CheckpointError as error:
-        _log(f"error: {error}")
-        return None
-
-
-def _log(line: str | None) -> None:
-    if line and jax.process_index() == 0:
-        print(line, file=sys.stderr)

@@ -133,14 +133,17 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
         _check(rows, numbers, max_tokens, longest, sampling)
         if not rows:
             return []
-        prompts_BP, lengths_B = _padded(rows, rules.shape.batch_shards, longest)
-        samples_B = np.resize(numbers, len(lengths_B)).astype(np.int32)
+        shards, width = rules.shape.batch_shards, bucket(max(row.size for row in rows))
+        B = shards * bucket(-(-len(rows) // shards), smallest=1)
+        prompts_BP = padded(rows, B, width if longest is None else min(width, longest))
+        lengths_B = np.array([row.size for row in rows] + [1] * (B - len(rows)), np.int32)
+        samples_B = np.resize(numbers, B).astype(np.int32)
         capacity = prompts_BP.shape[1] + bucket(max_tokens)
-        given = placed((prompts_BP, lengths_B, samples_B), mesh, rules)
+        inputs = placed((prompts_BP, lengths_B, samples_B), mesh, rules)
         tokens, counts, ended = jax.device_get(
             compiled(
                 weights,
-                *given,
+                *inputs,
                 np.int32(len(rows)),
                 np.int32(max_tokens),
                 np.uint32(seed % 2**32),
@@ -292,16 +295,12 @@ def _check(
         raise ConfigError(faults)
 
 
-def _padded(rows: list[np.ndarray], shards: int, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts [B, P] with zeros to the right, and their lengths [B]."""
-    per_shard = -(-len(rows) // shards)
-    batch_size = shards * bucket(per_shard, smallest=1)
-    width = bucket(max(row.size for row in rows))
-    prompts_BP = np.zeros((batch_size, width if longest is None else min(width, longest)), np.int32)
-    lengths_B = np.ones(batch_size, np.int32)
-    for i, row in enumerate(rows):
-        prompts_BP[i, : row.size], lengths_B[i] = row, row.size
-    return prompts_BP, lengths_B
+def padded(rows: Sequence[np.ndarray], batch_size: int, width: int) -> np.ndarray:
+    """Returns rows of tokens as one int32 array [B, W], with zeros to the right and below."""
+    padded_BW = np.zeros((batch_size, width), np.int32)
+    for padded_W, row in zip(padded_BW, rows, strict=False):
+        padded_W[: row.size] = row
+    return padded_BW
 
 
 def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:

@@ -9,7 +9,6 @@ Shapes: B rows, W width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.inference.decoding import Spec, Tree, bucket, in_compute_dtype, placed
+from jaxdist.inference.decoding import Spec, Tree, bucket, in_compute_dtype, padded, placed
 from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
+from jaxdist.step.evaluation import read_behind
 
 _PART = 128  # tokens a row whose logits are in memory at once
-_IN_FLIGHT = 4  # batches that devices may lag behind the host
 
 
 class ScoreWindow(NamedTuple):
@@ -50,14 +49,14 @@ def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list
     Each is as long as the text allows, so a token is given as much as can be of what is before it:
     what does not fit is cut off on the left. `context` has at least one token.
     """
-    tokens, found = np.concatenate([context, continuation]).astype(np.int32), []
+    tokens, windows = np.concatenate([context, continuation]).astype(np.int32), []
     first = len(context)
     while first < len(tokens):
         end = min(first + longest, len(tokens))
         begin = max(0, end - 1 - longest)
-        found.append(ScoreWindow(tokens[begin:end], first - begin))
+        windows.append(ScoreWindow(tokens[begin:end], first - begin))
         first = end
-    return found
+    return windows
 
 
 def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: str = "float32") -> Scorer:
@@ -87,18 +86,23 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
         widths = [min(bucket(len(window.tokens) - 1), longest) for window in windows]
         order = sorted(range(len(windows)), key=lambda i: -widths[i])  # the largest program first
         batches = list(_batches(order, widths, rows))
-        found: dict[int, Score] = {}
-        waiting: deque[tuple[list[int], Any]] = deque()
-        for number, numbers in enumerate(batches, 1):
-            given = _padded([windows[i] for i in numbers], rows, widths[numbers[0]])
-            waiting.append((numbers, compiled(weights, *placed(given, mesh, rules))))
-            if len(waiting) > _IN_FLIGHT:
-                found |= _read(*waiting.popleft(), windows)
-            if watch:
-                watch(number, len(batches))
-        while waiting:
-            found |= _read(*waiting.popleft(), windows)
-        return [found[i] for i in range(len(windows))]
+
+        def results() -> Iterator[tuple[jax.Array, jax.Array]]:
+            for number, batch in enumerate(batches, 1):
+                tokens, width = [windows[i].tokens for i in batch], widths[batch[0]]
+                inputs_BW, targets_BW = (
+                    padded([row[part] for row in tokens], rows, width) for part in (slice(-1), slice(1, None))
+                )
+                yield compiled(weights, *placed((inputs_BW, targets_BW), mesh, rules))
+                if watch:
+                    watch(number, len(batches))
+
+        scores: dict[int, Score] = {}
+        for batch, (log_probabilities, likeliest) in zip(batches, read_behind(results()), strict=True):
+            for row, i in enumerate(batch):
+                scored = slice(windows[i].known - 1, len(windows[i].tokens) - 1)
+                scores[i] = Score(log_probabilities[row, scored], likeliest[row, scored])
+        return [scores[i] for i in range(len(windows))]
 
     return score
 
@@ -114,17 +118,17 @@ def _score(
     def parts(x_BW: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BW.reshape(rows, width // size, size), 1, 0)
 
-    def part(cache: Any, given: tuple[jax.Array, jax.Array]):
-        inputs_BT, targets_BT = given
+    def score_part(cache: Any, tokens: tuple[jax.Array, jax.Array]):
+        inputs_BT, targets_BT = tokens
         logits_BTV, cache = model.decode(inputs_BT, cache)
         # A sum over the vocabulary, not a look-up in it: its shards stay where they are.
         ids_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
-        own_BT = jnp.where(ids_V[None, None] == targets_BT[..., None], logits_BTV, 0).sum(-1)
+        target_logits_BT = jnp.where(ids_V[None, None] == targets_BT[..., None], logits_BTV, 0).sum(-1)
         likeliest_BT = jnp.argmax(logits_BTV, -1) == targets_BT
-        return cache, (own_BT - jax.nn.logsumexp(logits_BTV, axis=-1), likeliest_BT)
+        return cache, (target_logits_BT - jax.nn.logsumexp(logits_BTV, axis=-1), likeliest_BT)
 
-    _, found = jax.lax.scan(part, model.init_cache(rows, width), (parts(inputs_BW), parts(targets_BW)))
-    probabilities, likeliest = (jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in found)
+    _, scores = jax.lax.scan(score_part, model.init_cache(rows, width), (parts(inputs_BW), parts(targets_BW)))
+    probabilities, likeliest = (jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in scores)
     return probabilities, likeliest
 
 
@@ -138,21 +142,3 @@ def _batches(order: Sequence[int], widths: Sequence[int], rows: int) -> Iterator
         batch.append(i)
     if batch:
         yield batch
-
-
-def _padded(windows: Sequence[ScoreWindow], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs and targets [B, W], with zeros to the right: nothing before them reads those."""
-    inputs, targets = np.zeros((2, rows, width), np.int32)
-    for i, window in enumerate(windows):
-        size = len(window.tokens) - 1
-        inputs[i, :size], targets[i, :size] = window.tokens[:-1], window.tokens[1:]
-    return inputs, targets
-
-
-def _read(numbers: Sequence[int], results: Any, windows: Sequence[ScoreWindow]) -> dict[int, Score]:
-    probabilities, likeliest = jax.device_get(results)
-    found = {}
-    for row, i in enumerate(numbers):
-        scored = slice(windows[i].known - 1, len(windows[i].tokens) - 1)
-        found[i] = Score(probabilities[row, scored], likeliest[row, scored])
-    return found

@@ -19,7 +19,7 @@ from jaxdist.telemetry.metrics import read_events
 
 FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"  # set by launch --min-processes; 0: as at the first start
 
-Run = TypeVar("Run", bound=Any)  # RunConfig, which lives above
+Run = TypeVar("Run", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
 
 
 @dataclasses.dataclass(frozen=True)

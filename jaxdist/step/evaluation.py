@@ -12,6 +12,7 @@ import jax
 # Batches that devices may lag behind the host: enough to keep them busy, few enough to fit.
 _IN_FLIGHT = 4
 
+Tree = Any
 Evaluate = Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
 
 
@@ -45,23 +46,18 @@ def evaluate(evaluate_fn: Evaluate, state: Any, batches: Iterable[Mapping]) -> E
     Raises:
       ValueError: no target has a weight.
     """
-    sums = list(_lagging(evaluate_fn(state, batch) for batch in batches))
+    sums = list(read_behind(evaluate_fn(state, batch) for batch in batches))
     total, count = (math.fsum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
     if count == 0:
         raise ValueError("the evaluation set has no target with a weight; give it at least one")
     return Evaluation(total / count, int(count) if count == int(count) else count)
 
 
-def _lagging(results: Iterator[tuple[jax.Array, jax.Array]]) -> Iterator[tuple[float, float]]:
-    """Yields results on the host, each only when the devices have a few more to work on."""
-    waiting: deque[tuple[jax.Array, jax.Array]] = deque()
+def read_behind(results: Iterable[Tree]) -> Iterator[Tree]:
+    """Yields results (trees of arrays) on the host, each once the devices have a few more to work on."""
+    waiting: deque[Tree] = deque()
     for result in results:
         waiting.append(result)
         if len(waiting) > _IN_FLIGHT:
-            yield _on_host(waiting.popleft())
-    yield from map(_on_host, waiting)
-
-
-def _on_host(sums: tuple[jax.Array, jax.Array]) -> tuple[float, float]:
-    total, count = jax.device_get(sums)
-    return float(total), float(count)
+            yield jax.device_get(waiting.popleft())
+    yield from map(jax.device_get, waiting)

@@ -7,13 +7,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from jaxdist import config as configs
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
+from jaxdist.distributed import initialize
 from jaxdist.models import registry
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.trainer import pretrained, workdir
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
@@ -111,11 +116,51 @@ def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
     return config
 
 
-def main_with_config_errors(main: Callable[[], int]) -> None:
-    """Runs a command's main and exits: with its code, or 78 and one line per fault."""
+class WorkdirParser(configs.Parser):
+    """A parser with --workdir, --step and --mesh, for commands that use a trained run."""
+
+    def __init__(self, name: str, description: str | None):
+        super().__init__(prog=f"jaxdist {name}", description=description)
+        self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
+        self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
+        self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
+
+
+def run_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the flags of a WorkdirParser say, for `trained_run.load_run`; joins its processes.
+
+    Standard output is for results: all else goes to standard error.
+
+    Raises:
+      ConfigError: --mesh names no mesh.
+    """
+    mesh = None
+    if flags.mesh:
+        sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
+        axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in sizes.items()}
+        mesh = configs.from_config_dict(MeshConfig, axes)
+    _print_error(initialize.prepare())
+    return {"folder": flags.workdir, "step": flags.step, "mesh": mesh, "log": _print_error}
+
+
+def _print_error(line: str | None) -> None:
+    if line and jax.process_index() == 0:
+        print(line, file=sys.stderr)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Returns the exit code of a command's main; of a fault that has one, after a line to say so."""
     try:
-        raise SystemExit(main())
+        return main()
     except (ConfigError, MissingExtra) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        raise SystemExit(configs.EXIT_CONFIG) from None
+        return configs.EXIT_CONFIG
+    except CheckpointError as error:
+        _print_error(f"error: {error}")
+        return configs.EXIT_NO_CHECKPOINT
+
+
+def exit_with_code(main: Callable[[], int]) -> None:
+    """Runs a command's main and ends the process with its exit code."""
+    raise SystemExit(exit_code(main))

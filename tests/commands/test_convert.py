@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
-    assert run_convert(copy, tmp_path / "out", "huggingface") == 77
+    assert cli.exit_code(lambda: run_convert(copy, tmp_path / "out", "huggingface")) == 77
     assert "has changed since it was sealed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="no usable checkpoint"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist import convert, evaluate, generate
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
@@ -16,6 +17,7 @@ from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.trainer import cli
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
     TOP,
@@ -250,10 +252,12 @@ def test_evaluate_prints_json(trained, command):
 
 
 def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
-    code, _, err = command(generate.main, "--workdir", trained[0], "--prompt", "a", "--step", 3)
+    flags = "--workdir", trained[0], "--prompt", "a", "--step", 3
+    code, _, err = command(lambda words: cli.exit_code(lambda: generate.main(words)), *flags)
     assert code == 77 and "there is no checkpoint of step 3" in err
     (tmp_path / "config.json").write_text((trained[0] / "config.json").read_text())
-    assert command(evaluate.main, "--workdir", tmp_path)[0] == 77
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        command(evaluate.main, "--workdir", tmp_path)
     for arguments, text in (
         (("--workdir", tmp_path / "none", "--prompt", "a"), "no run there"),
         (("--workdir", trained[0]), "--prompt"),

@@ -109,7 +109,7 @@ def overrides(*settings: str) -> list[str]:
 def refused(capsys, *arguments: str) -> list[str]:
     """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
     with pytest.raises(SystemExit) as stopped:
-        cli.main_with_config_errors(lambda: train_command.main(list(arguments)))
+        cli.exit_with_code(lambda: train_command.main(list(arguments)))
     assert stopped.value.code == 78
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("error: ") for line in lines)

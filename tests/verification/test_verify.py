@@ -42,7 +42,7 @@ def quickstart(**changes) -> run_config.RunConfig:
 def command(capsys, *words: str) -> tuple[int, str, str]:
     """Returns the exit code, stdout and stderr of the command, run in this process."""
     with pytest.raises(SystemExit) as stopped:
-        cli.main_with_config_errors(lambda: verify.main(list(words)))
+        cli.exit_with_code(lambda: verify.main(list(words)))
     return stopped.value.code, *capsys.readouterr()
 
 
