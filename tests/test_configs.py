@@ -48,7 +48,7 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
     assert commands, f"configs/{name}.py: write the command on top"
     for command in commands:
         run = parse(*command[3:])
-        assert not run.data.faults()
+        assert not config.faults(run.data)
         devices = dry_run.missing_devices(run.mesh, {"JAX_PLATFORMS": "cpu"}) or 1
         validation.validate(run, jax.devices()[:devices])
     assert name in SMALL or any(f"{name}:tiny" in command for command in commands)

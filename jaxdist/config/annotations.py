@@ -1,17 +1,40 @@
-"""What a class says about its fields: type annotations as checks, trailing comments as docs."""
+"""What a class says about its fields: annotations are types and ranges, trailing comments are docs.
+
+A range is metadata of the annotation, in the words of `annotated-types`: `Annotated[int, Ge(1)]`.
+"""
 
 import ast
 import functools
 import inspect
 import io
+import math
 import numbers
+import operator
 import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, GroupedMetadata, Gt, Interval, Le, Lt, MaxLen, MinLen, MultipleOf
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(ge=0, lt=1)]
+
+# A kind of limit -> its attribute, whether (value, limit) conform, and the limit in words.
+_LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
+    Ge: ("ge", operator.ge, ">="),
+    Gt: ("gt", operator.gt, ">"),
+    Le: ("le", operator.le, "<="),
+    Lt: ("lt", operator.lt, "<"),
+    MultipleOf: ("multiple_of", lambda value, factor: value % factor == 0, "a multiple of"),
+    MinLen: ("min_length", lambda value, length: len(value) >= length, "of length >="),
+    MaxLen: ("max_length", lambda value, length: len(value) <= length, "of length <="),
+}
 _UNIONS = (typing.Union, types.UnionType)
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 _TRUE = dict.fromkeys(("true", "1", "yes"), True)
@@ -23,10 +46,13 @@ class Mismatch(Exception):
 
 
 def describe(annotation: object) -> str:
-    """Returns an annotation in words: "tuple of int", "one of dots, none", "float or none"."""
+    """Returns an annotation in words: "tuple of int", "one of dots, none", "float > 0 or none"."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        limits = [f"{words} {limit}" for _, words, limit in _limits(args[1:])]
+        return f"{describe(args[0])} {' and '.join(limits)}".rstrip()
     if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
+        return "one of " * (len(args) > 1) + ", ".join(str(arg) for arg in args)
     if origin is tuple:
         inner = [describe(arg) for arg in args if arg is not Ellipsis]
         return f"tuple of {inner[0]}" if Ellipsis in args else f"tuple ({', '.join(inner)})"
@@ -37,9 +63,40 @@ def describe(annotation: object) -> str:
     return "true or false" if annotation is bool else getattr(annotation, "__name__", "any value")
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """Returns `value` as the annotation's type (int as float, list as tuple) or raises Mismatch."""
+def _limits(metadata: Iterable[object]) -> Iterator[tuple[Callable[[Any, Any], bool], str, Any]]:
+    """Yields (whether a value conforms, words, limit); metadata of other packages is left out."""
+    for entry in metadata:
+        if isinstance(entry, GroupedMetadata):  # Interval, Len
+            yield from _limits(entry)
+        elif type(entry) in _LIMITS:
+            name, conforms, words = _LIMITS[type(entry)]
+            yield conforms, words, getattr(entry, name)
+
+
+def in_range(value: Any, annotation: Any) -> bool:
+    """Returns whether a value has the annotation's type and range; a float with a range is finite."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        finite = value == value and value not in (math.inf, -math.inf)  # nan differs from itself
+        limits = _limits(args[1:])
+        return in_range(value, args[0]) and finite and all(holds(value, limit) for holds, _, limit in limits)
+    if origin in _UNIONS:
+        return any(in_range(value, arg) for arg in args)
+    try:
+        convert(value, annotation)
+    except Mismatch:
+        return False
+    return origin is not tuple or all(map(in_range, value, _element_types(args, value)))
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """Returns `value` as the annotation's type (int as float, list as tuple) or raises Mismatch.
+
+    Ranges are not looked at: `in_range` does, so that a run reports them beside all other faults.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _first([(value, args[0])], annotation)
     kind = origin or annotation
     if kind in _UNIONS:
         return _first(((value, arg) for arg in args), annotation)
@@ -57,20 +114,25 @@ def convert(value: Any, annotation: Any) -> Any:
         accepted = isinstance(value, kind)
     if not accepted:
         raise Mismatch(describe(annotation))
-    return kind(value) if kind in _NUMBERS else value
+    try:
+        return kind(value) if kind in _NUMBERS else value
+    except OverflowError:  # an int beyond all floats
+        raise Mismatch(describe(annotation)) from None
 
 
 def _convert_tuple(value: Any, args: tuple, annotation: object) -> tuple:
     if not isinstance(value, (tuple, list)):
         raise Mismatch(describe(annotation))
-    if not args or args[-1] is Ellipsis:
-        args = (args[0] if args else Any,) * len(value)
-    if len(args) != len(value):
-        raise Mismatch(describe(annotation))
     try:
-        return tuple(convert(v, a) for v, a in zip(value, args, strict=True))
-    except Mismatch:
+        return tuple(convert(v, a) for v, a in zip(value, _element_types(args, value), strict=True))
+    except (Mismatch, ValueError):  # an element, or their number
         raise Mismatch(describe(annotation)) from None
+
+
+def _element_types(args: tuple, value: Collection) -> tuple:
+    """Returns the annotation of each element of a tuple whose type has these arguments."""
+    variadic = not args or args[-1] is Ellipsis
+    return (args[0] if args else Any,) * len(value) if variadic else args
 
 
 def parse(text: str, annotation: object) -> Any:

@@ -1,15 +1,17 @@
 """Typed configuration: frozen dataclasses <-> ConfigDict, diff, fingerprint.
 
-A component declares its options as a frozen dataclass whose fields carry one default and a trailing
-comment with meaning, unit and legal range. The dataclass is the schema; ConfigDict is only the form
-that config files and the command line edit. Nothing here imports jax.
+A component declares its options as a frozen dataclass. A field has one default, its annotation says
+type and range, and a trailing comment meaning and unit. The dataclass is the schema; ConfigDict is
+only the form that config files and the command line edit. Nothing here imports jax.
 """
 
 import dataclasses
 import fnmatch
+import functools
 import hashlib
 import inspect
 import json
+import math
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -66,9 +68,14 @@ def schema_of(cls: type, prefix: str = "") -> Schema:
     return {field.path: field for field in _parameter_fields(cls, prefix)}
 
 
+@functools.cache
+def _hints(source: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(source, include_extras=True)
+
+
 def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field]:
     """Yields leaves; an owner's default `instance` of a group beats the group's own defaults."""
-    hints, docs = typing.get_type_hints(cls), annotations.docs(cls)
+    hints, docs = _hints(cls), annotations.docs(cls)
     for item in dataclasses.fields(cls):
         path, annotation = prefix + item.name, hints[item.name]
         default = _default(item) if instance is MISSING else getattr(instance, item.name)
@@ -81,7 +88,7 @@ def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
-        hints, docs = typing.get_type_hints(init), annotations.docs(init)
+        hints, docs = _hints(init), annotations.docs(init)
     except NameError as error:
         raise ConfigError(f"{cls.__name__}.__init__: its annotations cannot be read: {error}") from error
     for name, parameter in inspect.signature(init).parameters.items():
@@ -123,14 +130,43 @@ def parse_value(text: str, field: Field) -> Any:
     try:
         return annotations.parse(text, field.type)
     except annotations.Mismatch as mismatch:
-        raise ConfigError(_wrong(field, text, mismatch)) from None
+        raise ConfigError(_wrong(field, text, str(mismatch))) from None
 
 
-def _wrong(field: Field, value: object, mismatch: annotations.Mismatch) -> str:
+def _wrong(field: Field, value: object, required: str) -> str:
     choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
     hint = suggest(value, choices) if isinstance(value, str) else ""
-    meaning = f" Meaning: {field.doc}." if choices and field.doc and not hint else ""
-    return f"{field.path}: got {value!r}, required {mismatch}.{hint}{meaning}"
+    plain = isinstance(field.type, type)  # "int" says enough
+    meaning = "" if plain or hint or not field.doc else f" Meaning: {field.doc}."
+    return f"{field.path}: got {value!r}, required {required}.{hint}{meaning}"
+
+
+def faults(config: Any, prefix: str = "") -> list[str]:
+    """Returns all that is wrong with a dataclass and the dataclasses in it, one line each.
+
+    That is the values outside their field's type or range, and what the method `faults` of a
+    dataclass says, if it has one: the rules between its values.
+    """
+    values = {prefix + path: value for path, value in flatten(_to_dict(config)).items()}
+    return [*range_faults(values, schema_of(type(config), prefix)), *_rule_faults(config)]
+
+
+def range_faults(values: Mapping[str, Any], schema: Schema) -> Iterator[str]:
+    """Yields one line per value, by dotted path, that has not its field's type or range."""
+    for path, field in schema.items():
+        if path in values and not annotations.in_range(value := values[path], field.type):
+            required = annotations.describe(field.type)
+            if isinstance(value, float) and not math.isfinite(value):
+                required += ", finite"
+            yield _wrong(field, value, required)
+
+
+def _rule_faults(config: Any) -> Iterator[str]:
+    for item in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, item.name)):
+            yield from _rule_faults(value)
+    if hasattr(config, "faults"):
+        yield from config.faults()
 
 
 def unknown_field(path: str, schema: Iterable[str]) -> str:
@@ -173,7 +209,7 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
         try:
             values[path] = annotations.convert(value, field.type)
         except annotations.Mismatch as mismatch:
-            faults.append(_wrong(field, value, mismatch))
+            faults.append(_wrong(field, value, str(mismatch)))
     if faults:
         raise ConfigError(faults)
     return values
@@ -199,7 +235,7 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> object:
-    hints, arguments, before = typing.get_type_hints(cls), {}, len(faults)
+    hints, arguments, before = _hints(cls), {}, len(faults)
     for item in dataclasses.fields(cls):
         path, annotation = prefix + item.name, hints[item.name]
         if dataclasses.is_dataclass(annotation):
@@ -222,9 +258,8 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str])
 
 
 def _open_groups(cls: type, prefix: str = "") -> Iterator[str]:
-    hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        annotation = hints[item.name]
+        annotation = _hints(cls)[item.name]
         if dataclasses.is_dataclass(annotation):
             yield from _open_groups(typing.cast(type, annotation), f"{prefix}{item.name}.")
         elif _is_open_group(annotation):

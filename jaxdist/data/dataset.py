@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.config import faults as config_faults
 from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute
@@ -184,7 +185,7 @@ def open_dataset(
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, illegal options.
       ImportError: naming the extra that a source or tokenizer needs.
     """
-    if faults := config.faults():
+    if faults := config_faults(config, "data."):
         raise ConfigError(faults)
     if not config.is_text:
         return _open_arrays(config, seed, log)

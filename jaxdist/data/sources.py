@@ -29,7 +29,9 @@ import typing
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from annotated_types import Interval
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage.digest import digest, digest_bytes
@@ -62,11 +64,14 @@ class DataConfig:
     tokenizer: str = "bytes"  # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
     packing: Literal["window", "documents"] = "window"  # documents: the loss crosses no border
     bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of headerless .bin files (source=bin)
-    validation_share: int = 13  # documents held out of every 256, chosen by hash of id, 0..255
+    # documents held out of every 256, chosen by hash of id
+    validation_share: Annotated[int, Interval(ge=0, le=255)] = 13
     validation_path: str = ""  # separate held-out corpus of the same source; then no hash split
-    validation_tokens: int = 0  # targets scored per evaluation and source; 0 = all, >= 0
+    # targets scored per evaluation and source; 0 = all
+    validation_tokens: Annotated[int, Interval(ge=0, le=2**62)] = 0
     cache_dir: str = "~/.cache/jaxdist"  # folder for tokenised corpora, trained BPE, packings
-    prefetch: int = 2  # batches prepared ahead by a thread; 0 = none, 0..64
+    # batches prepared ahead by a thread; 0 = none
+    prefetch: Annotated[int, Interval(ge=0, le=64)] = 2
 
     def cache_folder(self) -> Path:
         """Returns `cache_dir` with `~` resolved."""
@@ -77,7 +82,7 @@ class DataConfig:
         return self.source not in NOT_TEXT
 
     def faults(self) -> list[str]:
-        """Returns one line per illegal or contradictory option."""
+        """Returns one line per contradiction between the options."""
         faults = []
         if self.source not in ("stdlib", "mixture", "digits") and not self.path:
             faults.append(f"data.source={self.source} needs data.path; it is empty. Set data.path.")
@@ -88,10 +93,6 @@ class DataConfig:
             )
         if self.source in ("mixture", "stdlib", "digits") and self.validation_path:
             faults.append(f"data.validation_path is not used by data.source={self.source}: clear it.")
-        limits = {"validation_share": 255, "prefetch": 64, "validation_tokens": 2**62}
-        for name, high in limits.items():
-            if not 0 <= (value := getattr(self, name)) <= high:
-                faults.append(f"data.{name}={value}: required 0..{high}.")
         if self.source == "given":
             faults.append("data.source=given is what jaxdist.fit writes: only there batches are given.")
         if self.packing == "documents" and self.source in ("bin", *NOT_TEXT):

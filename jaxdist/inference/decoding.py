@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import ConfigError
+from jaxdist import config as configs
+from jaxdist.config import ConfigError, NonNegativeFloat, NonNegativeInt
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
 
@@ -33,21 +35,11 @@ _NO_TOKEN = -1
 class SamplingConfig:
     """How the next token is chosen: temperature, then top_k, then top_p."""
 
-    temperature: float = 1.0  # logits are divided by it; 0 = always the likeliest token
-    top_k: int = 0  # only the k likeliest tokens, ties with the last included; 0 = all
-    top_p: float = 1.0  # only the likeliest tokens that together reach this probability, (0, 1]
+    temperature: NonNegativeFloat = 1.0  # logits are divided by it; 0 = always the likeliest token
+    top_k: NonNegativeInt = 0  # only the k likeliest tokens, ties with the last included; 0 = all
+    # only the likeliest tokens that together reach this probability; 1 = all
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     end_token: int | None = None  # id that ends a text; None: only the length does
-
-    def faults(self) -> list[str]:
-        """Returns what is wrong with the values, each with its cure."""
-        found = []
-        if not 0 <= self.temperature < float("inf"):
-            found.append(f"temperature={self.temperature}: must be >= 0; 0 is greedy")
-        if self.top_k < 0:
-            found.append(f"top_k={self.top_k}: must be >= 0; 0 allows all tokens")
-        if not 0 < self.top_p <= 1:
-            found.append(f"top_p={self.top_p}: must be in (0, 1]; 1 allows all tokens")
-        return found
 
 
 class Generation(NamedTuple):
@@ -278,7 +270,7 @@ def _check(
     longest: int | None,
     sampling: SamplingConfig,
 ) -> None:
-    faults = sampling.faults()
+    faults = configs.faults(sampling)
     if samples.shape != (len(rows),):
         faults.append(f"{samples.size} sample numbers for {len(rows)} prompts; give one a prompt")
     if max_tokens < 1:

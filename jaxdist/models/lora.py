@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.config import ConfigError, extras, trees
+from jaxdist.config import ConfigError, NonNegativeInt, PositiveFloat, extras, trees
 from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
 from jaxdist.protocols.param_names import Names
 
@@ -33,31 +33,26 @@ Build = Callable[[nnx.Rngs], Any]
 class LoraConfig:
     """Low-rank adapters on a frozen model."""
 
-    rank: int = 0  # columns of A, rows of B; 0 = no adapters, all is trained
-    alpha: float = 16.0  # kernels act as W + alpha / rank x A B
+    rank: NonNegativeInt = 0  # columns of A, rows of B; 0 = no adapters, all is trained
+    alpha: PositiveFloat = 16.0  # kernels act as W + alpha / rank x A B
     targets: tuple[str, ...] = (".*",)  # regexes of how paths of kernels end: query, mlp/.*
     base: Base = "none"  # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
     from_peft: str = ""  # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
 
-
-def faults(config: LoraConfig) -> Iterator[str]:
-    """Yields what is wrong with the config alone, each with its cure."""
-    if config.rank < 0:
-        yield f"lora.rank={config.rank}: must be >= 0 (0 = no adapters)"
-    if not 0 < config.alpha < math.inf:
-        yield f"lora.alpha={config.alpha}: must be > 0"
-    for pattern in config.targets:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"lora.targets: {pattern!r} is no regex: {error}"
-    if config.rank and not config.targets:
-        yield 'lora.targets is empty; name kernels, for example ("query", "value")'
-    for name in ("base", "from_peft"):
-        if getattr(config, name) not in ("none", "") and not config.rank:
-            yield f"lora.{name}={getattr(config, name)}: needs adapters to train; set lora.rank"
-    if config.base != "none" and find_spec("qwix") is None:
-        yield f'lora.base={config.base} needs qwix: pip install "jaxdist[lora]"'
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong between the values, each with its cure."""
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"lora.targets: {pattern!r} is no regex: {error}"
+        if self.rank and not self.targets:
+            yield 'lora.targets is empty; name kernels, for example ("query", "value")'
+        for name in ("base", "from_peft"):
+            if getattr(self, name) not in ("none", "") and not self.rank:
+                yield f"lora.{name}={getattr(self, name)}: needs adapters to train; set lora.rank"
+        if self.base != "none" and find_spec("qwix") is None:
+            yield f'lora.base={self.base} needs qwix: pip install "jaxdist[lora]"'
 
 
 class LoraKernel(nnx.Module):

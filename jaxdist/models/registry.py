@@ -14,6 +14,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxdist import config as configs
 from jaxdist.config import ConfigError, suggest
 from jaxdist.storage.digest import digest
 
@@ -123,6 +124,9 @@ def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
-    """Returns what the model's own config says is wrong with its values."""
+    """Returns what is wrong with the values by the model's annotations, and by its config's `faults`."""
     config = model_config(model, options)
-    return config.faults() if hasattr(config, "faults") else []
+    if config is not None:
+        return configs.faults(config, "model.")
+    values = {f"model.{name}": value for name, value in options.items()}
+    return list(configs.range_faults(values, configs.schema_of(model, "model.")))

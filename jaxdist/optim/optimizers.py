@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxdist.config import ConfigError, trees
-from jaxdist.optim.config import OptimizerConfig, faults
+from jaxdist.config import ConfigError, faults, trees
+from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
 from jaxdist.optim.schedules import Schedule
 
@@ -51,11 +51,11 @@ def build_optimizer(
     Raises:
       ConfigError: a value of `config` is out of range, or a group has no parameter.
     """
-    found = faults(config)
+    wrong = faults(config, "optimizer.")
     if config.name == "given":
-        found.append("optimizer.name = given is written by jaxdist.fit; only there an optimizer is given.")
-    if found:
-        raise ConfigError(found)
+        wrong.append("optimizer.name = given is written by jaxdist.fit; only there an optimizer is given.")
+    if wrong:
+        raise ConfigError(wrong)
     param_roles = roles(abstract_params, logical_names)
     parts = [_DIRECTIONS[config.name](config, param_roles)]
     mask = decay_mask(config, param_roles)

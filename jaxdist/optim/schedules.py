@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxdist.config import ConfigError
-from jaxdist.optim.config import _DECAYING, OptimizerConfig, faults
+from jaxdist.config import ConfigError, faults
+from jaxdist.optim.config import _DECAYING, OptimizerConfig, warmup_faults
 
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate
 
@@ -40,8 +40,8 @@ def build_schedule(config: OptimizerConfig, train_steps: int, global_size: int) 
     Raises:
       ConfigError: a value is out of range, or the warm-up is longer than the schedule.
     """
-    if found := faults(config, train_steps):
-        raise ConfigError(found)
+    if wrong := [*faults(config, "optimizer."), *warmup_faults(config, train_steps)]:
+        raise ConfigError(wrong)
     peak = peak_learning_rate(config, global_size)
     warmup = max(config.warmup_steps, 1)
     shape = _decay_shape(config, train_steps)

@@ -8,7 +8,7 @@ them to the host's memory and back instead; `save:NAME+offload:NAME` does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -38,26 +38,29 @@ class RematConfig:
 
     policy: str = "dots"  # none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
 
+    def faults(self) -> list[str]:
+        """Returns what is wrong with the policy."""
+        return policy_faults(self.policy, "remat.policy", ("none", "full", "dots"))
 
-def faults(config: RematConfig) -> list[str]:
-    """Returns what is wrong with the config."""
-    policy = config.policy
-    if policy in ("none", "full", "dots"):
+
+def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
+    """Returns what is wrong with a policy, the value of the field `path`, which may be a `plain` name."""
+    if policy in plain:
         return []
     kinds = [part.partition(":")[0] for part in policy.split("+")]
     if kinds not in (["save"], ["offload"], ["save", "offload"]):
         return [
-            f"remat.policy={policy!r}: must be none, full, dots, save:NAME,NAME, offload:NAME,NAME "
+            f"{path}={policy!r}: must be {', '.join(plain)}, save:NAME,NAME, offload:NAME,NAME "
             f"or save:NAME+offload:NAME"
         ]
-    given = [name for names in named_in(policy).values() for name in names]
-    found = [
-        f"remat.policy: no activation is named {name!r}.{suggest(name, NAMES)} Names: {', '.join(NAMES)}"
-        for name in given
+    names = [name for part in named_in(policy).values() for name in part]
+    unknown = [
+        f"{path}: no activation is named {name!r}.{suggest(name, NAMES)} Names: {', '.join(NAMES)}"
+        for name in names
         if name not in NAMES
     ]
-    twice = sorted({name for name in given if given.count(name) > 1})
-    return found + [f"remat.policy: {name} is named twice; name it once" for name in twice]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return unknown + [f"{path}: {name} is named twice; name it once" for name in twice]
 
 
 def named_in(policy: str) -> dict[str, list[str]]:
@@ -76,8 +79,8 @@ def rematerialised(block: Callable, policy: str) -> Callable:
     Raises:
       ConfigError: unknown policy or activation name.
     """
-    if problems := faults(RematConfig(policy)):
-        raise ConfigError(problems)
+    if faults := RematConfig(policy).faults():
+        raise ConfigError(faults)
     if policy == "none":
         return block
 

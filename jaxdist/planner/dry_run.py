@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist import config as configs
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
@@ -36,7 +37,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say(build.batch_arithmetic(run, shape))
     for line in pipeline_report.lines(run, spec, rules):
         say(line)
-    for fault in run.data.faults():
+    for fault in configs.faults(run.data, "data."):
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
     flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxdist.config import NonNegativeFloat, NonNegativeInt
 from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
 from jaxdist.resilience.replica_check import Comparison, compare_replicas
@@ -33,18 +34,9 @@ class HealthConfig:
 
     nonfinite: Literal["stop", "rollback"] = "stop"  # after more than optimizer.nonfinite_limit in a row
     spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
-    spike_sigmas: float = 10.0  # robust standard deviations above the recent median, >= 0; 0 = no spikes
-    max_rollbacks: int = 5  # of a run in all, >= 0; then it stops
-    compare_every: int = 1000  # steps between comparisons of replicated values, >= 0; 0 = never
-
-
-def faults(config: HealthConfig) -> list[str]:
-    """Returns what is wrong with the values, one line each; empty if nothing."""
-    return [
-        f"health.{name}={value}: must be >= 0"
-        for name in ("spike_sigmas", "max_rollbacks", "compare_every")
-        if not 0 <= (value := getattr(config, name)) < math.inf
-    ]
+    spike_sigmas: NonNegativeFloat = 10.0  # robust deviations above the recent median; 0 = no spikes
+    max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
+    compare_every: NonNegativeInt = 1000  # steps between comparisons of replicated values; 0 = never
 
 
 class Diverged(Exception):

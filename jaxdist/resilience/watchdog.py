@@ -24,10 +24,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
+
+from annotated_types import Ge
 
 import jaxdist
-from jaxdist.config import EXIT_HANG, ConfigError
+from jaxdist.config import EXIT_HANG, ConfigError, NonNegativeFloat, faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
 
@@ -41,23 +43,13 @@ Item = TypeVar("Item")
 class WatchdogConfig:
     """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0 = for ever."""
 
-    start_s: float = 1800.0  # seconds, >= 0: from the command to the first compilation, a line of data work
-    compile_s: float = 7200.0  # seconds, >= 0: compiling and the first step, an evaluation's batch, the end
-    restore_s: float = 3600.0  # seconds, >= 0: reading a checkpoint
-    data_s: float = 600.0  # seconds, >= 0: waiting for the next batch
-    step_s: float = 600.0  # seconds, >= 0: a step
-    save_s: float = 1800.0  # seconds, >= 0: what of a save training waits for
-    slow_steps: float = 20.0  # >= 1: a step may last this many median steps, if that is longer
-
-
-def faults(config: WatchdogConfig) -> list[str]:
-    """Returns what is wrong with the values, one line each; empty if nothing."""
-    lines = [f"watchdog.slow_steps={config.slow_steps}: must be >= 1"] if config.slow_steps < 1 else []
-    return lines + [
-        f"watchdog.{name}={value}: must be seconds >= 0 (0 = for ever)"
-        for name, value in vars(config).items()
-        if not 0 <= value < math.inf
-    ]
+    start_s: NonNegativeFloat = 1800.0  # from the command to the first compilation, a line of data work
+    compile_s: NonNegativeFloat = 7200.0  # compiling and the first step, an evaluation's batch, the end
+    restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
+    data_s: NonNegativeFloat = 600.0  # waiting for the next batch
+    step_s: NonNegativeFloat = 600.0  # a step
+    save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
+    slow_steps: Annotated[float, Ge(1)] = 20.0  # a step may last this many median steps, if that is longer
 
 
 class Watchdog:
@@ -70,7 +62,7 @@ class Watchdog:
         """
         self._config, self._folder = config, folder
         wanted = preemption.owns_process() if enabled is None else enabled
-        self._enabled = wanted and not faults(config)  # which are said when all of the config is checked
+        self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
         self._times: deque[float] = deque(maxlen=_STEPS)  # seconds between the last steps
         self._last_step = self._slow_s = 0.0
         self._memory: Any = None

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from jaxdist.config import NonNegativeInt, PositiveInt
+
 FOLDER = "profile"
 TABLE_ROWS = 40  # of top_ops.txt
 
@@ -22,8 +24,8 @@ TABLE_ROWS = 40  # of top_ops.txt
 class ProfileConfig:
     """Which steps to profile."""
 
-    start_step: int = 0  # first profiled step, >= 2 to leave compilation out; 0 = no profile
-    num_steps: int = 3  # profiled steps, >= 1
+    start_step: NonNegativeInt = 0  # first profiled step, >= 2 to leave compilation out; 0 = no profile
+    num_steps: PositiveInt = 3  # profiled steps
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxdist import config as configs
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config import Schema
+from jaxdist.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Schema, Share
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
@@ -37,13 +37,13 @@ Build = Callable[[nnx.Rngs], nnx.Module]
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: int = 1000  # optimizer updates, >= 1
-    max_minutes: float = 0.0  # minutes of training after which the run stops; 0 = no end
-    log_every: int = 10  # steps between rows of metrics.jsonl, >= 1
-    eval_every: int = 0  # steps between evaluations; 0 = never, > 0 also at the end
-    ema_decay: float = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
+    steps: PositiveInt = 1000  # optimizer updates
+    max_minutes: NonNegativeFloat = 0.0  # minutes of training after which the run stops; 0 = no end
+    log_every: PositiveInt = 10  # steps between rows of metrics.jsonl
+    eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = never, > 0 also at the end
+    ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
     tensorboard: bool = False  # also write event files to WORKDIR/tensorboard (extra tensorboard)
-    sample_tokens: int = 0  # tokens of sample text written at the end; 0 = no sample
+    sample_tokens: NonNegativeInt = 0  # tokens of sample text written at the end; 0 = no sample
     sample_prompt: str = "\n"  # what the sample goes on from
 
 
@@ -51,9 +51,9 @@ class TrainConfig:
 class BatchConfig:
     """The global batch: global_size = accumulation x batch shards x sequences per device."""
 
-    global_size: int = 16  # sequences per step, >= 1
-    sequence_length: int = 128  # tokens per sequence, >= 1
-    accumulation: int = 1  # sequential parts of a step, divides global_size
+    global_size: PositiveInt = 16  # sequences per step
+    sequence_length: PositiveInt = 128  # tokens per sequence
+    accumulation: PositiveInt = 1  # sequential parts of a step, divides global_size
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import config as config_lib
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.config import faults
 from support.checkpoints import (
     abstract_on,
     assert_bitwise,
@@ -192,11 +192,11 @@ def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
 
 
 def test_faults_of_a_config_are_all_named():
-    assert config_lib.faults(CheckpointConfig()) == []
+    assert faults(CheckpointConfig()) == []
     bad = CheckpointConfig(
         every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, patience_s=-1, timeout_s=0
     )
-    found = [line.split("=")[0] for line in config_lib.faults(bad)]
+    found = [line.split(":")[0] for line in faults(bad, "checkpoint.")]
     wrong = "every_steps every_minutes keep_last keep_every patience_s timeout_s"
     assert found == [f"checkpoint.{name}" for name in wrong.split()]
 

@@ -67,7 +67,7 @@ def test_a_workdir_is_a_local_folder(capsys):
 
 CASES = {
     "unknown key": (["train.step=3"], ["train.step: no such field. Did you mean train.steps?"]),
-    "wrong type": (["train.steps=many"], ["train.steps: got 'many', required int."]),
+    "wrong type": (["train.steps=many"], ["train.steps: got 'many', required int >= 1. Meaning: optimizer"]),
     "not a choice": (
         ["optimizer.name=adam"],
         ["optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon, "
@@ -103,7 +103,7 @@ CASES = {
     "no learned positions": (["model.positions=learned"], ["model.max_positions: learned"]),
     "remat": (["remat.policy=ful"], ["remat.policy='ful': must be none, full, dots"]),
     "warm-up": (["train.steps=50"], ["optimizer.warmup_steps", "<= train.steps = 50"]),
-    "steps": (["train.steps=0", "optimizer.warmup_steps=0"], ["train.steps=0: must be >= 1"]),
+    "steps": (["train.steps=0", "optimizer.warmup_steps=0"], ["train.steps: got 0, required int >= 1"]),
     "no path": (["data.source=bin"], ["data.source=bin needs data.path; it is empty."]),
     "model": (["model.target=jaxdist.models.transformer:Transfomer"], ["mean Transformer?"]),
     "model module": (["model.target=nowhere:Net"], ["model.target='nowhere:Net': cannot import"]),

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Interval, Len, MultipleOf
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
@@ -50,6 +52,27 @@ class Run(Base):
     resume: bool = True
     name: str = "x"
     batch: Batch = dataclasses.field(default_factory=Batch)
+    model: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    rate: config.PositiveFloat = 1e-3  # of it
+    decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    steps: config.PositiveInt | Literal[-1] = -1
+    shape: Annotated[tuple[config.NonNegativeInt, ...], Len(1)] = (0,)
+    heads: Annotated[int, MultipleOf(8)] = 8
+    kind: Literal["adam", "sgd"] = "adam"
+    free: float = float("inf")  # a number without a range may be anything
+
+    def faults(self) -> list[str]:
+        return ["steps and heads differ"] * (self.steps == 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    optimizer: Optimizer
+    on: bool = True
     model: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
@@ -95,6 +118,44 @@ def test_schema_of_a_plain_class_reads_its_init():
         "model.depth": 2,
     }
     assert faults_of(config.resolve, {}, schema) == ("model.width: not set, required int.",)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"rate": 0.0}, "optimizer.rate: got 0.0, required float > 0. Meaning: of it."),
+        ({"rate": math.nan}, "optimizer.rate: got nan, required float > 0, finite. Meaning: of it."),
+        ({"rate": math.inf}, "optimizer.rate: got inf, required float > 0, finite. Meaning: of it."),
+        ({"rate": 10**400}, f"optimizer.rate: got {10**400}, required float > 0. Meaning: of it."),
+        ({"rate": True}, "optimizer.rate: got True, required float > 0. Meaning: of it."),
+        ({"decay": 1.0}, "optimizer.decay: got 1.0, required float >= 0 and < 1 or none."),
+        ({"steps": 0}, "optimizer.steps: got 0, required int >= 1 or -1."),
+        ({"steps": 1.0}, "optimizer.steps: got 1.0, required int >= 1 or -1."),
+        ({"shape": ()}, "optimizer.shape: got (), required tuple of int >= 0 of length >= 1."),
+        ({"heads": 4}, "optimizer.heads: got 4, required int a multiple of 8."),
+        ({"kind": "adm"}, "optimizer.kind: got 'adm', required one of adam, sgd. Did you mean adam?"),
+        ({"steps": 2}, "steps and heads differ"),
+    ],
+)
+def test_faults_say_the_value_and_its_range(change, fault):
+    legal = Optimizer(rate=1, decay=0.0, steps=10**30, shape=(1, 2), heads=16)
+    assert config.faults(Owner(Optimizer())) == config.faults(Owner(legal)) == []
+    assert config.faults(Owner(Optimizer(**change))) == [fault]
+
+
+def test_all_values_out_of_range_come_at_once_with_the_rules_between_values():
+    wrong = Owner(Optimizer(rate=-1.0, steps=2, shape=(1, -1)), on=1)  # type: ignore[arg-type]
+    starts = ["optimizer.rate: got -1.0", "optimizer.shape: got (1, -1)", "on: got 1", "steps and heads"]
+    assert [fault[: len(start)] for fault, start in zip(config.faults(wrong), starts, strict=True)] == starts
+
+
+def test_ranges_are_for_faults_and_types_for_parsing():
+    schema = config.schema_of(Optimizer)
+    assert config.parse_value("-3", schema["rate"]) == -3.0  # reported with all other faults, later
+    assert faults_of(config.parse_value, "x", schema["rate"]) == (
+        "rate: got 'x', required float > 0. Meaning: of it.",
+    )
+    assert config.parse_value("1,2", schema["shape"]) == (1, 2)
 
 
 def test_config_dict_round_trip():
@@ -169,7 +230,7 @@ def test_parse_value(path, text, value):
         ("dims", '(4,"a")', "dims: got '(4,\"a\")', required tuple of int."),
         ("pair", "b", "pair: got 'b', required tuple (str, float)."),
         ("resume", "2", "resume: got '2', required true or false."),
-        ("limit", "x", "limit: got 'x', required float or none."),
+        ("limit", "x", "limit: got 'x', required float or none. Meaning: minutes."),
         ("policy", "dot", "policy: got 'dot', required one of dots, none, full. Did you mean dots?"),
     ],
 )

@@ -403,7 +403,7 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         ({"source": "mixture"}, "data.mixture"),
         ({"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")}, "weight:source:path"),
         ({"mixture": ("1:text:a",)}, "data.mixture"),
-        ({"validation_share": 256}, "data.validation_share=256"),
+        ({"validation_share": 256}, "data.validation_share: got 256, required int >= 0 and <= 255"),
         ({"tokenizer": "bpe:12"}, "SIZE >= 257"),
         ({"tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json"),
         ({"cache_dir": "/proc/none"}, "data.cache_dir"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, faults
 from jaxdist.inference import decoding
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
@@ -31,7 +31,7 @@ VARIANTS = {
 def model_of(variant: str):
     """Returns the spec and the arrays of a tiny model with sharp logits."""
     config = TransformerConfig(**BASE, **VARIANTS[variant])
-    assert not config.faults()
+    assert not faults(config)
     spec = describe(lambda rngs: Transformer(config, rngs=rngs))
     return spec, *jax.jit(lambda: spec.init_params(jax.random.key(1))[:2])()
 
@@ -176,7 +176,7 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
 )
 def test_only_the_allowed_tokens_keep_their_shares(options, expected):
     sampling, order = SamplingConfig(**options), [2, 0, 4, 1, 3]  # logits come unsorted
-    assert not sampling.faults()
+    assert not faults(sampling)
     logits = jnp.tile(jnp.float32(LOGITS), (2, 1))[:, order]
     found = jax.nn.softmax(decoding.restrict(logits, sampling))[1]
     np.testing.assert_allclose(found, np.array(expected)[order] / np.sum(expected), rtol=1e-5)

@@ -163,8 +163,8 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"lora.rank": -1}, "lora.rank=-1: must be >= 0"),
-        ({"lora.alpha": 0.0}, "lora.alpha=0.0: must be > 0"),
+        ({"lora.rank": -1}, "lora.rank: got -1, required int >= 0"),
+        ({"lora.alpha": 0.0}, "lora.alpha: got 0.0, required float > 0"),
         ({"lora.targets": ("(",)}, "is no regex"),
         ({"lora.targets": ()}, "lora.targets is empty"),
         ({"lora.rank": 0, "lora.base": "int8"}, "needs adapters to train; set lora.rank"),
@@ -186,8 +186,8 @@ def test_what_cannot_be_is_said(changes, said):
 
 def test_without_qwix_a_quantised_base_names_the_extra(monkeypatch):
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
-    assert not list(lora.faults(LORA))  # adapters alone do without it
-    (fault,) = lora.faults(replace(LORA, base="nf4"))
+    assert not list(LORA.faults())  # adapters alone do without it
+    (fault,) = replace(LORA, base="nf4").faults()
     assert 'pip install "jaxdist[lora]"' in fault
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdist.config import faults
 from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.parallel import execution
@@ -128,7 +129,7 @@ def moved(config: TransformerConfig):
 def compiled(name: str):
     """Returns (parameters, tokens, logits, their gradients) of our model."""
     config = FAMILIES[name]
-    assert config.faults() == []
+    assert faults(config) == []
     graph, state = moved(config)
     batch = batch_of(config, 2, LENGTH)
     weight = np.random.default_rng(2).normal(size=(2, LENGTH, config.vocab_size)).astype(np.float32)

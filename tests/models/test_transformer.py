@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdist.config import faults
 from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.protocols.model import BlockInfo, is_staged
@@ -198,33 +199,36 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
     ("change", "text"),
     [
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
-        ({"d_ff": 0}, "model.d_ff=0: must be >= 1"),
+        ({"d_ff": 0}, "model.d_ff: got 0, required int >= 1"),
         ({"head_dim": 7}, "rotary positions need an even size"),
         ({"positions": "learned"}, "model.max_positions: learned positions need"),
-        ({"dropout": 1.0}, "model.dropout=1.0: must be in [0, 1)"),
+        ({"dropout": 1.0}, "model.dropout: got 1.0, required float >= 0 and < 1"),
         ({"window": 8}, "model.window=8: model.layer_pattern=global has no local layers"),
         ({"rope_theta_local": 1e4}, "model.rope_theta_local=10000.0: model.layer_pattern=global has no"),
         ({"layer_pattern": ("local",)}, "model.layer_pattern=local: local layers need model.window"),
-        ({"layer_pattern": ("local", "all")}, "entries must be global or local"),
-        ({"layer_pattern": ()}, "model.layer_pattern= is empty: its entries must be global or local"),
-        ({"layer_pattern": ("local",), "window": -1}, "model.window=-1: must be >= 0"),
-        ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0: must be in (0, 1]"),
-        ({"rotary_fraction": 1.5}, "model.rotary_fraction=1.5: must be in (0, 1]"),
+        ({"layer_pattern": ("local", "all"), "window": 8}, "required tuple of one of global, local"),
+        (
+            {"layer_pattern": ()},
+            "model.layer_pattern: got (), required tuple of one of global, local of length >= 1",
+        ),
+        ({"layer_pattern": ("local",), "window": -1}, "model.window: got -1, required int >= 0"),
+        ({"rotary_fraction": 0.0}, "model.rotary_fraction: got 0.0, required float > 0 and <= 1"),
+        ({"rotary_fraction": 1.5}, "model.rotary_fraction: got 1.5, required float > 0 and <= 1"),
         ({"rotary_fraction": 0.4}, "rotary positions need an even size, here 3"),
-        ({"embedding_scale": 0.0}, "model.embedding_scale=0.0: must be > 0"),
-        ({"attention_scale": -1.0}, "model.attention_scale=-1.0: must be >= 0"),
-        ({"attention_softcap": math.nan}, "model.attention_softcap=nan: must be >= 0"),
+        ({"embedding_scale": 0.0}, "model.embedding_scale: got 0.0, required float > 0"),
+        ({"attention_scale": -1.0}, "model.attention_scale: got -1.0, required float >= 0"),
+        ({"attention_softcap": math.nan}, "model.attention_softcap: got nan, required float >= 0, finite"),
     ],
 )
 def test_impossible_sizes_are_faults(change, text):
-    assert TINY.faults() == []
-    (fault,) = replace(TINY, **change).faults()
+    assert faults(TINY, "model.") == []
+    (fault,) = faults(replace(TINY, **change), "model.")
     assert text in fault
 
 
 def test_all_faults_are_told_at_once():
     wrong = replace(TINY, head_dim=0, dropout=2.0, rotary_fraction=-1.0, window=4, rope_theta_local=1.0)
-    assert len(wrong.faults()) == 5
+    assert len(faults(wrong, "model.")) == 5
 
 
 def test_the_model_is_staged_and_starts_as_configured():

@@ -1,5 +1,6 @@
 """Images: the sources of arrays, the vision transformer, and that it learns real digits."""
 
+import re
 import zipfile
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jaxdist import config as configs
 from jaxdist import train
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, faults
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.evaluation import trained_run
@@ -257,16 +258,17 @@ def test_the_loss_smooths_labels_as_optax_does_and_drops_by_sample():
 
 
 def test_sizes_that_cannot_be():
-    assert VisionConfig().faults() == []
-    assert VisionConfig(num_layers=0).faults() == ["model.num_layers=0: must be >= 1"]
-    faults = VisionConfig(patch_size=3, num_heads=5, dropout=1.0, label_smoothing=-0.1).faults()
-    assert [fault.split("=")[0] for fault in faults] == [
-        "model.patch_size",
-        "model.num_heads",
+    assert faults(VisionConfig(), "model.") == []
+    (fault,) = faults(VisionConfig(num_layers=0), "model.")
+    assert fault == "model.num_layers: got 0, required int >= 1. Meaning: blocks."
+    wrong = faults(VisionConfig(patch_size=3, num_heads=5, dropout=1.0, label_smoothing=-0.1), "model.")
+    assert [re.match(r"[\w.]+", fault)[0] for fault in wrong] == [
         "model.dropout",
         "model.label_smoothing",
+        "model.patch_size",
+        "model.num_heads",
     ]
-    assert "does not divide model.image_size=8" in faults[0]
+    assert "does not divide model.image_size=8" in wrong[2]
 
 
 def test_it_starts_at_chance():

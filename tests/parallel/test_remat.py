@@ -76,7 +76,7 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     ],
 )
 def test_faults_say_what_to_write(policy, fault):
-    (found,) = remat.faults(remat.RematConfig(policy))
+    (found,) = remat.RematConfig(policy).faults()
     assert fault in found
 
 

@@ -14,11 +14,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.config import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.resilience import preflight
-from jaxdist.resilience.health import Diverged, HealthConfig, Monitor, SkippingDataset, faults
+from jaxdist.resilience.health import Diverged, HealthConfig, Monitor, SkippingDataset
 from jaxdist.resilience.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import EXIT_CONFIG, EXIT_HANG
+from jaxdist.config import EXIT_CONFIG, EXIT_HANG, faults
 from jaxdist.resilience import watchdog, watchdog_process
 from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.metrics import read_events, read_rows
@@ -140,8 +140,8 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
     assert watchdog_process.Beat(*watchdog_process._BEAT.unpack_from(watch._memory, 8)).deadline == float(
         "inf"
     )
-    faults = watchdog.faults(WatchdogConfig(step_s=-1, slow_steps=0.5))
-    assert len(faults) == 2 and "watchdog.step_s=-1" in faults[1]
+    wrong = faults(WatchdogConfig(step_s=-1, slow_steps=0.5), "watchdog.")
+    assert len(wrong) == 2 and "watchdog.step_s: got -1, required float >= 0" in wrong[0]
 
 
 # --- who is behind --------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_the_watch_leaves_no_folder_where_the_config_is_refused(tmp_path):
     done = early(tmp_path / "run", *AGENT, batch__global_size=7)
     assert done.returncode == EXIT_CONFIG and "global_size" in done.stdout, done.stdout[-2000:]
     done = early(tmp_path / "run", watchdog__start_s=-1)  # nor does it end it first
-    assert done.returncode == EXIT_CONFIG and "watchdog.start_s=-1" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == EXIT_CONFIG and "watchdog.start_s: got -1" in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "run").exists()
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config import NonNegativeInt, PositiveInt
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.schedules import Program, ScheduleError, build_schedule, compile_schedule
-from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 NAMES = ("chunks", "stages", "layers")
@@ -27,8 +27,8 @@ class PipelineConfig:
     """How microbatches flow through the stages of mesh.pipeline."""
 
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
-    microbatches: int = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
-    chunks: int = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
+    microbatches: NonNegativeInt = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
+    chunks: PositiveInt = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
     edges: Literal["sharded", "last"] = "sharded"  # split over stages; last: whole on each (was: replicated)
     gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
     remat: str = "layers"  # F keeps layer inputs; else that of the stage, and B's remat.policy
@@ -74,8 +74,7 @@ class Staging:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the config for this model and mesh, each with its cure."""
         config, places = self.config, self.stages * self.config.chunks
-        if config.chunks < 1 or config.microbatches < 0:
-            yield "pipeline.chunks must be >= 1, pipeline.microbatches >= 0 (0 = 4 x mesh.pipeline)"
+        if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
             return
         if places > self.num_layers:
             yield (
@@ -88,9 +87,8 @@ class Staging:
                 f"{self.num_layers} layers whose pattern repeats every {self.period}: a place holds "
                 f"whole patterns, here {self.dims[2]} layers, so the last would be empty; lower one of them"
             )
-        if config.remat != "layers":
-            for fault in remat.faults(RematConfig(config.remat)):
-                yield fault.replace("remat.policy", "pipeline.remat").replace("full,", "full, layers,")
+        plain = ("none", "full", "layers", "dots")
+        yield from remat.policy_faults(config.remat, "pipeline.remat", plain)
         try:
             self.program()
         except ScheduleError as error:
