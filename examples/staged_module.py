@@ -30,11 +30,11 @@ class Block(nnx.Module):
         self.up = parameter(rngs, (width, 2 * width), ("d_model", "d_ff"), width)
         self.down = parameter(rngs, (2 * width, width), ("d_ff", "d_model"), 2 * width)
 
-    def __call__(self, x, context):
+    def __call__(self, x, info):
         q, k, v = jnp.moveaxis(jnp.einsum("bsd,dchn->bschn", norm(x), self.qkv[...]), 2, 0)
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + jnp.einsum("bshn,hnd->bsd", mixed, self.out[...])
-        return x + nnx.gelu(norm(x) @ self.up[...]) @ self.down[...], {}
+        return x + nnx.gelu(norm(x) @ self.up[...]) @ self.down[...]
 
 
 class Model(nnx.Module):
@@ -58,7 +58,7 @@ class Model(nnx.Module):
     def loss(self, batch, key):
         """Returns the loss by itself; jaxdist runs the three parts, wherever they lie."""
         graph, stacked = nnx.split(self.blocks)
-        x, _ = jax.lax.scan(lambda x, one: nnx.merge(graph, one)(x, None), self.embed(batch), stacked)
+        x, _ = jax.lax.scan(lambda x, one: (nnx.merge(graph, one)(x, None), None), self.embed(batch), stacked)
         return self.head(x, batch)
 
 

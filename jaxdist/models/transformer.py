@@ -262,7 +262,7 @@ class Transformer(nnx.Module):
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, S, V] of a whole batch."""
-        x, _ = run_blocks(self.blocks, self.embed(batch), None, shared_fields(self, batch))
+        x = run_blocks(self.blocks, self.embed(batch), None, shared_fields(self, batch)).x
         return self.logits(x)
 
     @property

@@ -1,10 +1,10 @@
 """The staged form of a model: embed, a stack of equal blocks, head.
 
 A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are stacked, made by
-`stack`; called as `block(x, context) -> (x, aux)`) and `head(x, batch) -> Loss`. Optional are
+`stack`; called as `block(x, info) -> BlockOutput`) and `head(x, batch) -> Loss`. Optional are
 `prepare(batch) -> dict`, values that every block reads, computed once (rotary tables), and
 `blocks.layer_pattern`, names of kinds of layers that repeat over the depth, ("local", "global") say:
-all have the same parameters, and a block reads its own kind, a Python string, in `context.kind`.
+all have the same parameters, and a block reads its own kind, a Python string, in `info.kind`.
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
@@ -54,6 +54,19 @@ class BlockInfo:
     kind: str = field(default="", metadata={"static": True})  # of the layer, from `blocks.layer_pattern`
 
 
+class BlockOutput(NamedTuple):
+    """What a block returns; x alone, (x, aux) and (x, aux, stats) mean the same.
+
+    Of a stack of blocks, aux terms are added over the layers, and stats are stacked in the layers' order,
+    [L, ...], as the blocks' parameters and state are: so `update(stats)` can change a state of each layer.
+    Both are added over microbatches, accumulation, stages and devices, beside those of the head.
+    """
+
+    x: jax.Array  # [B, S, D]
+    aux: dict[str, jax.Array] = {}  # scalar sums, further terms of the objective
+    stats: dict[str, jax.Array] = {}  # sums over this layer's samples, of any shape, for `update(stats)`
+
+
 def is_staged(model: nnx.Module) -> bool:
     """Returns whether the model has a stack `blocks`, and methods (not layers) embed and head."""
     methods = all(inspect.isfunction(getattr(type(model), name, None)) for name in ("embed", "head"))
@@ -69,7 +82,7 @@ def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     return nnx.merge(graph, state)
 
 
-Block = Callable[[Any, jax.Array, BlockInfo], tuple[jax.Array, dict[str, jax.Array]]]
+Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
 
 
 def run_blocks(
@@ -81,30 +94,47 @@ def run_blocks(
     *,
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the stack applied to x by a scan, and the sums of the blocks' aux terms.
+) -> BlockOutput:
+    """Returns the stack applied to x by a scan, the sums of the blocks' aux terms, and stats [L, ...].
 
     Args:
-      transform: wraps `block(parameters of one layer, x, context)`, for rematerialisation.
+      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation.
       first: global number of the first layer, where the stack is a part of the model's.
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graph, state = nnx.split(blocks)
 
-    def apply(parameters, x, context):
+    def apply(parameters, x, info):
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
-        given = block(x, context)
+        output = _as_block_output(block(x, info))
         if before:
             _refuse_changes(before, _own_state(nnx.state(block)))
-        return given
+        return output
 
     block = transform(apply)
 
     def one_layer(x, layer, parameters, kind):
-        return block(parameters, x, BlockInfo(key, layer, fields, kind))
+        x, *sums = block(parameters, x, BlockInfo(key, layer, fields, kind))
+        return x, sums
 
-    x, aux = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
-    return x, jax.tree.map(lambda terms: terms.sum(0), aux)
+    x, (aux, stats) = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
+    return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+
+
+def _as_block_output(value: Any) -> BlockOutput:
+    """Returns what a block gave, its stats in float32.
+
+    Raises:
+      ConfigError: it is neither x, nor (x, aux), nor (x, aux, stats).
+    """
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(parts) <= 3 or not all(isinstance(part, Mapping) for part in parts[1:]):
+        raise ConfigError(
+            f"a block returned {_shapes(value)}; required: x, (x, aux) or (x, aux, stats), with dicts of "
+            f"scalar sums for the objective, and of sums for update(self, stats)"
+        )
+    output = BlockOutput(*parts)
+    return output._replace(stats={name: jnp.asarray(x, jnp.float32) for name, x in output.stats.items()})
 
 
 def _own_state(state: nnx.State) -> dict[str, jax.Array]:
@@ -123,7 +153,7 @@ def _refuse_changes(before: dict[str, jax.Array], after: dict[str, jax.Array]) -
         if after[path] is not value:
             raise ConfigError(
                 f"blocks/{path}: a block changes its own state, and a stack of blocks does not keep that; "
-                f"return sums in the head's `stats` and change it in update(self, stats)"
+                f"return sums in its `stats` and change it in the model's update(self, stats)"
             )
 
 
@@ -180,9 +210,22 @@ def staged_loss(
 ) -> Loss:
     """Returns the loss of a staged model."""
     fields = shared_fields(model, batch)
-    x, aux = run_blocks(model.blocks, model.embed(batch), key, fields, transform)
-    loss = as_loss(model.head(x, batch), batch)
-    return loss._replace(aux=loss.aux | aux)
+    output = run_blocks(model.blocks, model.embed(batch), key, fields, transform)
+    return with_block_sums(as_loss(model.head(output.x, batch), batch), output.aux, output.stats)
+
+
+def with_block_sums(loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.Array]) -> Loss:
+    """Returns the head's loss with the aux terms and stats of the blocks.
+
+    Raises:
+      ConfigError: the head has one of the same name.
+    """
+    for kind, head, blocks in (("aux", loss.aux, aux), ("stats", loss.stats, stats)):
+        if both := sorted(head.keys() & blocks.keys()):
+            raise ConfigError(
+                f"blocks and head both return {kind} called {', '.join(both)}; rename one of them"
+            )
+    return loss._replace(aux=loss.aux | aux, stats=loss.stats | stats)
 
 
 def as_loss(value: Any, batch: Batch) -> Loss:
@@ -214,13 +257,16 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _unfit(value: Any) -> ConfigError:
-    shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else x, value)
-    given = str(shown).replace("'", "")
     return ConfigError(
-        f"loss (or head) returned {given}; required: a scalar mean, or a tuple (sum, count[, aux[, stats]]): "
-        f"the scalar sum, how many it sums, a dict of further scalar sums of the objective, and one of sums "
-        f"for update(self, stats)"
+        f"loss (or head) returned {_shapes(value)}; required: a scalar mean, or a tuple "
+        f"(sum, count[, aux[, stats]]): the scalar sum, how many it sums, a dict of further scalar sums of "
+        f"the objective, and one of sums for update(self, stats)"
     )
+
+
+def _shapes(value: Any) -> str:
+    shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else x, value)
+    return str(shown).replace("'", "")
 
 
 def shared_fields(model: Any, batch: Batch) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ from jaxdist.parallel import execution, precision
 from jaxdist.parallel.pipeline.executor import Pipeline, pipeline_sums
 from jaxdist.parallel.pipeline.schedules import Program
 from jaxdist.parallel.remat import rematerialised
-from jaxdist.protocols.model import Batch, Loss, as_loss, run_blocks, staged_loss
+from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "LossAndState"]]
@@ -92,7 +92,6 @@ def build_pipelined(
             num_layers,
             assemble,
             transform,
-            run_blocks,
             keeps_layers=remat == "layers",
             gather_once=gather_once,
             edges_last=edges_last,

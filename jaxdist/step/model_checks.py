@@ -32,7 +32,7 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
         where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
         yield (
             f"mesh.pipeline={stages}: {name} draws from its own nnx.Rngs ({where}), which all stages "
-            f"would draw alike; fold `context.key` with the sample instead, or set mesh.pipeline=1"
+            f"would draw alike; fold `info.key` with the sample instead, or set mesh.pipeline=1"
         )
 
 

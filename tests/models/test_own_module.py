@@ -326,13 +326,13 @@ def test_stages_refuse_random_streams_and_blocks_that_change_themselves():
             super().__init__(width, rngs)
             self.drop = nnx.Dropout(0.5, rngs=rngs)
 
-        def __call__(self, x, context):
-            return self.drop(super().__call__(x, context)[0]), {}
+        def __call__(self, x, info):
+            return self.drop(super().__call__(x, info))
 
     class Growing(Layer):
-        def __call__(self, x, context):
+        def __call__(self, x, info):
             self.gain[...] += 1
-            return super().__call__(x, context)
+            return super().__call__(x, info)
 
     random, growing = (type("Own", (Staged,), {"layer": kind}) for kind in (Dropping, Growing))
     assert faults_of(random) == "" and "nnx.Rngs" in faults_of(random, stages=2)

@@ -75,8 +75,8 @@ class Layer(nnx.Module):
         self.down = nnx.Linear(2 * width, width, rngs=rngs)
         self.gain = nnx.Variable(jnp.ones(()))
 
-    def __call__(self, x, context):
-        return x + self.gain[...] * self.down(jnp.tanh(self.up(x))), {}
+    def __call__(self, x, info):
+        return x + self.gain[...] * self.down(jnp.tanh(self.up(x)))
 
 
 class Staged(nnx.Module):

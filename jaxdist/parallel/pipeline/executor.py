@@ -40,11 +40,14 @@ from jaxdist.protocols.model import (
     Batch,
     Block,
     BlockInfo,
+    BlockOutput,
     Loss,
     as_loss,
     pattern_of,
+    run_blocks,
     scan_layers,
     shared_fields,
+    with_block_sums,
 )
 
 AXIS = "pipeline"
@@ -59,7 +62,6 @@ class Pipeline:
     num_layers: int  # of the model, without padding
     assemble: Callable[[Tree, Tree], Any]  # trainable and held tree (blocks of one chunk) -> model
     transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
-    apply_blocks: Callable[..., tuple[jax.Array, dict]]  # see models.staged.run_blocks
     keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
     gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
     edges_last: bool = False  # each stage embeds and scores for itself; only the ends' results count
@@ -83,6 +85,7 @@ class Carry(NamedTuple):
     sums: Tree  # float32 gradient sums, like the trainable tree
     loss: Loss
     block_aux: dict[str, jax.Array]  # sums over this stage's blocks
+    block_stats: dict[str, jax.Array]  # sums of each, [v, L, ...]
 
 
 def pipeline_sums(
@@ -178,7 +181,7 @@ class _Stage:
         batch = self.microbatch(number)
         return as_loss(self.model(rest).head(y, batch), batch)
 
-    def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> tuple[jax.Array, dict]:
+    def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
         return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
 
@@ -190,7 +193,7 @@ class _Stage:
         """Returns the number of a chunk's first layer."""
         return (chunk * self.pipeline.stages + self.index) * self.depth
 
-    def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> tuple[jax.Array, dict]:
+    def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
         model, last = self.model(self.rest, blocks), self.pipeline.num_layers
 
@@ -198,14 +201,14 @@ class _Stage:
             if last == self.depth * self.pipeline.stages * self.pipeline.chunks:
                 return block
 
-            def masked(parameters, x, context: BlockInfo):
-                y, aux = block(parameters, x, context)
-                real = context.layer < last
-                return jnp.where(real, y, x), jax.tree.map(lambda a: jnp.where(real, a, 0), aux)
+            def masked(parameters, x, info: BlockInfo):
+                y, *sums = block(parameters, x, info)
+                real = info.layer < last
+                return BlockOutput(jnp.where(real, y, x), *_where(real, sums))
 
             return masked
 
-        return self.pipeline.apply_blocks(
+        return run_blocks(
             model.blocks,
             x,
             self.key,
@@ -220,18 +223,18 @@ class _Stage:
         fields, first = self.fields(number), self.first_layer(chunk)
 
         def one(x, layer, parameters, kind):
-            y, aux = self.layers(stacked(parameters), x, fields, layer, (kind,))
-            return y, (x, aux)
+            y, aux, stats = self.layers(stacked(parameters), x, fields, layer, (kind,))
+            return y, (x, aux, {name: sums[0] for name, sums in stats.items()})
 
         pattern = pattern_of(self.model(self.rest, blocks).blocks)
-        y, (inputs, aux) = scan_layers(one, x, blocks, pattern, first=first)
-        return y, jax.tree.map(lambda terms: terms.sum(0), aux), inputs[1:]
+        y, (inputs, aux, stats) = scan_layers(one, x, blocks, pattern, first=first)
+        return BlockOutput(y, jax.tree.map(lambda terms: terms.sum(0), aux), stats), inputs[1:]
 
     def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
         """Returns the gradients of a chunk and of its input; all is computed again from x."""
 
         def apply(trained, x):
-            return self.forward(blocks._replace(trained=trained), x, number, chunk)
+            return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
 
         (_, aux), pull = jax.vjp(apply, blocks.trained, x)
         return pull((dy, jax.tree.map(jnp.ones_like, aux)))
@@ -248,7 +251,7 @@ class _Stage:
 
             def apply(trained, x):
                 part = stacked(parameters._replace(trained=trained))
-                return self.layers(part, x, fields, layer, (kind,))
+                return self.layers(part, x, fields, layer, (kind,))[:2]
 
             (_, aux), pull = jax.vjp(apply, parameters.trained, x)
             dparameters, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
@@ -263,7 +266,7 @@ class _Stage:
     def start(self) -> Carry:
         """Returns the carry before the first tick."""
         x = jax.eval_shape(lambda: self.embed(self.rest, 0))
-        y, aux = jax.eval_shape(lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0))
+        y = jax.eval_shape(lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0))
         loss = jax.eval_shape(lambda: self.head(self.rest, jnp.zeros(x.shape, x.dtype), 0))
         program = self.pipeline.program
         blocks = {"blocks": self.blocks.trained} if "blocks" in self.names else {}
@@ -280,7 +283,8 @@ class _Stage:
             jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
             sums,
             jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
-            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), aux),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
+            jax.tree.map(lambda s: jnp.zeros((self.pipeline.chunks, *s.shape)), y.stats),
         )
 
     @staticmethod
@@ -319,13 +323,16 @@ class _Stage:
             chunk, number = _barrier_tick(self.chunk(row.f_chunk), row.f_mb)
             x = carry.inputs[row.f_x]
             if self.keeps_layers:
-                y, aux, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
+                output, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
                 carry = carry._replace(layers=_put(carry.layers, row.f_x, inputs))
             else:
-                y, aux = self.forward(chunk, x, number, row.f_chunk)
-            keep = row.f_mb >= 0
-            total = jax.tree.map(lambda t, a: t + jnp.where(keep, a, 0), carry.block_aux, aux)
-            carry = carry._replace(block_aux=total)
+                output = self.forward(chunk, x, number, row.f_chunk)
+            y, aux, stats = output
+            aux, stats = _where(row.f_mb >= 0, (aux, stats))
+            carry = carry._replace(
+                block_aux=jax.tree.map(jnp.add, carry.block_aux, aux),
+                block_stats=jax.tree.map(lambda t, s: t.at[row.f_chunk].add(s), carry.block_stats, stats),
+            )
         if self.backward and "gradient_hop" in run.some:
             carry = carry._replace(gradients_in=_put(carry.gradients_in, row.rg, arriving))
         if "head" in run.some:
@@ -437,11 +444,20 @@ class _Stage:
         if self.pipeline.edges_last and self.backward:
             sums |= jax.tree.map(self._over_stages, edges(sums), edges(self.names))
         aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
-        return sums, loss._replace(aux=loss.aux | aux)
+        return sums, with_block_sums(loss, aux, jax.tree.map(self._in_layer_order, carry.block_stats))
+
+    def _in_layer_order(self, own: jax.Array) -> jax.Array:
+        """Returns the stats of all layers, [num_layers, ...], from this stage's, [v, L, ...]."""
+        every = jnp.moveaxis(jax.lax.all_gather(own, AXIS), 0, 1)  # [v, p, L, ...]
+        return every.reshape(-1, *own.shape[2:])[: self.pipeline.num_layers]
 
     @staticmethod
     def _over_stages(total: jax.Array, names) -> jax.Array:
         return execution.scatter(jax.lax.psum(total, AXIS), own_names(names))
+
+
+def _where(real: jax.Array, tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.where(real, x, 0), tree)
 
 
 def _added(total: Loss, new: Loss) -> Loss:
