@@ -17,9 +17,46 @@ if version("jaxlib").startswith("0.10."):
     QUICK["xla_cpu_use_fusion_emitters"] = "false"
 
 
+# `-m fast`: unit tests that start no process, run no command and train nothing. Beginnings of their paths ...
+FAST = (
+    "config/", "data/test_", "hardware/", "optim/", "report_page/", "telemetry/", "test_configs.py",
+    "test_docs.py", "parallel/test_mesh.py", "parallel/test_sharding.py",
+    "parallel/pipeline/test_schedules.py", "trainer/test_run_config.py", "planner/test_targets.py",
+    "planner/test_formulas.py", "planner/test_communication.py", "checkpoint/test_state_dict.py",
+    "checkpoint/test_manifest.py", "interop/test_interop.py", "ops/test_ops.py",
+)  # fmt: skip
+# ... without those of their tests that compile much or start a process.
+NOT_FAST = {
+    "test_a_tiny_config_trains", "test_goldens", "test_the_state_lies_where_the_table_says",
+    "test_a_rule_renames_for_the_op_what_it_renames_for_storage", "test_rules_hold_in_a_pipeline",
+    "test_jaxlib_knows_the_gpu_flags", "test_what_python_prints_is_read_back",
+    "test_init_does_not_depend_on_the_mesh",
+    "test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes",
+}  # fmt: skip
+
+
+def _is_fast(file: Path) -> bool:
+    return file.relative_to(Path(__file__).parent).as_posix().startswith(FAST)
+
+
+def pytest_ignore_collect(collection_path, config) -> bool | None:
+    """Imports no module that `-m fast` would leave out."""
+    is_module = collection_path.suffix == ".py" and config.option.markexpr == "fast"
+    return True if is_module and not _is_fast(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Marks the fast tests."""
+    for item in items:
+        others = any(item.get_closest_marker(name) for name in ("slow", "gpu", "chaos"))
+        if _is_fast(item.path) and item.originalname not in NOT_FAST and not others:
+            item.add_marker("fast")
+
+
 def pytest_configure(config) -> None:
-    """Gives the default selection the quick compiler; `-m slow` and `-m gpu` have that of users."""
-    if "not slow" in config.option.markexpr:
+    """Gives the default selection and `-m fast` the quick compiler; `-m slow` and `-m gpu` the users'."""
+    if "not slow" in config.option.markexpr or config.option.markexpr == "fast":
         _add_flags(QUICK)
 
 

@@ -3,6 +3,8 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,14 @@ def test_links_lead_somewhere(page):
         f"{ROOT}/{path}" for path in re.findall(r"`((?:docs|tests|benchmarks|jaxdist)/[\w/.]+\.\w+)`", text)
     ]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.slow
+def test_the_fast_tests_are_most_of_the_unit_tests():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "fast"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    counted = re.search(r"(\d+)(/\d+)? tests collected", done.stdout)
+    assert counted and int(counted[1]) > 500, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_nothing_refers_to_documents_outside_the_project():
