@@ -181,18 +181,18 @@ def docs(source: Any) -> Mapping[str, str]:
     The comment is the one that trails the field, else the comment lines right above it. Without
     source code at hand (a REPL, a zip) the result is empty.
     """
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for part in reversed(source.__mro__[:-1]) if isinstance(source, type) else [source]:
         try:
             text = textwrap.dedent(inspect.getsource(part))
-            found |= _comments_by_name(ast.parse(text), *_comments(text))
+            comments |= _comments_by_name(ast.parse(text), *_comments(text))
         except (OSError, TypeError, SyntaxError):
             continue
-    return found
+    return comments
 
 
 def _comments_by_name(tree: ast.AST, trailing: dict[int, str], alone: dict[int, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for node in ast.walk(tree):  # breadth first: a field wins over a method's parameter
         if isinstance(node, (ast.AnnAssign, ast.arg)):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
@@ -200,8 +200,8 @@ def _comments_by_name(tree: ast.AST, trailing: dict[int, str], alone: dict[int, 
             while first - 1 in alone:
                 first -= 1
             above = " ".join(alone[line] for line in range(first, node.lineno))
-            found.setdefault(name, trailing.get(node.end_lineno or 0, above))
-    return found
+            comments.setdefault(name, trailing.get(node.end_lineno or 0, above))
+    return comments
 
 
 def _comments(text: str) -> tuple[dict[int, str], dict[int, str]]:

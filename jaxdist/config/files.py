@@ -55,13 +55,13 @@ def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
 
 def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
     name, colon, argument = spec.partition(":")
-    given = argument if colon else None
+    chosen = argument if colon else None
     if Path(name).is_file():
-        return Path(name).resolve(), given
+        return Path(name).resolve(), chosen
     packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
     stem = name.removesuffix(".py").replace("-", "_")
     if stem in packaged:
-        return packaged[stem], given
+        return packaged[stem], chosen
     if "/" in name or name.endswith(".py"):
         raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
     known = ", ".join(sorted(packaged)) or "(none)"
@@ -124,10 +124,10 @@ def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Sc
 
 def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
     """Returns a line per field: `--config.path  type  = the config's value  meaning`."""
-    given = flatten(config)
+    values = flatten(config)
     rows = []
     for path, field in schema.items():
-        value = given.get(path, field.default)
+        value = values.get(path, field.default)
         shown = "(required)" if value is MISSING else repr(value)
         rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
     widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]

@@ -199,10 +199,10 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
     Raises:
       ConfigError: with every unknown path, wrong type and missing required field.
     """
-    given, values = flatten(config), {}
-    faults = [unknown_field(path, schema) for path in given if path not in schema]
+    settings, values = flatten(config), {}
+    faults = [unknown_field(path, schema) for path in settings if path not in schema]
     for path, field in schema.items():
-        value = given.get(path, field.default)
+        value = settings.get(path, field.default)
         if value is MISSING:
             faults.append(f"{path}: not set, required {annotations.describe(field.type)}.")
             continue
@@ -223,12 +223,12 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
     Raises:
       ConfigError: with all faults at once.
     """
-    given = flatten(config)
+    settings = flatten(config)
     groups = tuple(group + "." for group in _open_groups(cls))
-    closed = {path: value for path, value in given.items() if not path.startswith(groups)}
+    closed = {path: value for path, value in settings.items() if not path.startswith(groups)}
     values = resolve(closed, schema_of(cls))
     faults: list[str] = []
-    instance = _build(cls, given | values, "", faults)
+    instance = _build(cls, settings | values, "", faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(_T, instance)

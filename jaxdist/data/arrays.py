@@ -25,7 +25,7 @@ DIGITS = "jaxdist.data.digits"
 INDEX = "sample"  # the batch entry that is made here: the global sample index
 
 
-class Kind(NamedTuple):
+class ArrayHeader(NamedTuple):
     """What one array holds, as it is stored."""
 
     dims: tuple[int, ...]  # [N, ...]
@@ -45,7 +45,7 @@ class ArrayRows:
         return {name: converted(name, values[chosen]) for name, values in self._arrays.items()}
 
 
-class Opened(NamedTuple):
+class ArraySource(NamedTuple):
     """A source of arrays with what is trained on and what is held out."""
 
     name: str
@@ -61,12 +61,12 @@ def sample_shapes(config: DataConfig) -> dict[str, tuple[tuple[int, ...], str]]:
       ConfigError: the file is not what it must be, all faults at once.
     """
     if config.source == "given":
-        found = re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", config.path)
-        return {name: (tuple(map(int, filter(None, dims.split(",")))), dtype) for name, dtype, dims in found}
+        shapes = re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", config.path)
+        return {name: (tuple(map(int, filter(None, dims.split(",")))), dtype) for name, dtype, dims in shapes}
     if config.source == "digits":
         kinds = {
-            "image": Kind((1797, 8, 8, 1), np.dtype("float32")),
-            "label": Kind((1797,), np.dtype("int32")),
+            "image": ArrayHeader((1797, 8, 8, 1), np.dtype("float32")),
+            "label": ArrayHeader((1797,), np.dtype("int32")),
         }
     else:
         kinds = _checked(config.path)[0]
@@ -79,7 +79,7 @@ def describe_samples(batch: Mapping[str, np.ndarray]) -> str:
     return " ".join(f"{name}={_batch_dtype(name, dtype)}[{dims}]" for name, dtype, dims in shapes)
 
 
-def open_arrays(config: DataConfig) -> Opened:
+def open_arrays(config: DataConfig) -> ArraySource:
     """Returns the samples of a config.
 
     Raises:
@@ -102,7 +102,7 @@ def open_arrays(config: DataConfig) -> Opened:
     if not len(train):
         raise ConfigError(f"data source {name}: all {len(number)} samples are held out; give more of them")
     held = held[: config.validation_tokens] if config.validation_tokens else held
-    return Opened(name, fingerprint, ArrayRows(arrays, train), ArrayRows(others, held))
+    return ArraySource(name, fingerprint, ArrayRows(arrays, train), ArrayRows(others, held))
 
 
 def _digits() -> tuple[dict[str, np.ndarray], str]:
@@ -143,7 +143,7 @@ def overflows(x: np.ndarray) -> bool:
     return int(x.max()) > np.iinfo(np.int32).max or int(x.min()) < np.iinfo(np.int32).min
 
 
-def _checked(path: str) -> tuple[dict[str, Kind], str]:
+def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
     """Returns what the file's headers say and a stamp of it; raises every fault of them."""
     try:
         with zipfile.ZipFile(Path(path).expanduser()) as file:
@@ -161,29 +161,29 @@ def _checked(path: str) -> tuple[dict[str, Kind], str]:
     return kinds, stamp
 
 
-def _header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Kind:
+def _header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ArrayHeader:
     with file.open(entry) as array:
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
         major, _ = np.lib.format.read_magic(array)
         if major not in read:
             raise ValueError(f"{entry.filename} has format {major}")
         dims, _, dtype = read[major](array)
-    return Kind(dims, dtype)
+    return ArrayHeader(dims, dtype)
 
 
-def faults_of(kinds: Mapping[str, Kind]) -> list[str]:
+def faults_of(kinds: Mapping[str, ArrayHeader]) -> list[str]:
     """Returns what is wrong with arrays of such kinds as samples."""
-    found = [
+    faults = [
         f"{name} has dtype {kind.dtype}; give numbers (floats, integers or booleans)"
         for name, kind in kinds.items()
         if kind.dtype.kind not in "biuf"
     ]
     if INDEX in kinds:
-        found.append(f"{INDEX!r} is the global sample index, which every batch has; rename the array")
+        faults.append(f"{INDEX!r} is the global sample index, which every batch has; rename the array")
     counts = {name: kind.dims[0] if kind.dims else 0 for name, kind in kinds.items()}
     if not kinds or min(counts.values()) < 1 or len(set(counts.values())) > 1:
-        found.append(f"arrays must be [N, ...] with one N >= 1, the samples; there are {counts}")
-    return found
+        faults.append(f"arrays must be [N, ...] with one N >= 1, the samples; there are {counts}")
+    return faults
 
 
 def _batch_dtype(name: str, dtype: np.dtype) -> str:

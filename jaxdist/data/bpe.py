@@ -27,8 +27,8 @@ class BpeTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        found = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
-        self.end_of_document: int | None = next((i for i in found if i is not None), None)
+        end_tokens = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
+        self.end_of_document: int | None = next((i for i in end_tokens if i is not None), None)
         before = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         self.begin_of_document: int | None = next((i for i in before if i != self.end_of_document), None)
         self.fingerprint = digest(self._tokenizer.to_str())

@@ -22,7 +22,7 @@ from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 
 _SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
-_EVERY_ROW = slice(None)
+_ALL_ROWS = slice(None)
 
 
 class SourceError(RuntimeError):
@@ -72,7 +72,7 @@ class Dataset:
         # Held-out rows are numbered through all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
-    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
+    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _ALL_ROWS) -> Batch:
         """Returns rows of the global batch of `step` (updates finished before it, from 0).
 
         Args:
@@ -101,7 +101,7 @@ class Dataset:
             )
         return count
 
-    def validation_batch(self, number: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
+    def validation_batch(self, number: int, global_size: int, rows: slice | np.ndarray = _ALL_ROWS) -> Batch:
         """Returns rows of held-out batch `number`; as train_batch, the last filled with empty rows.
 
         Over all batches every held-out token that has a predecessor is a target once: weights sum
@@ -145,11 +145,11 @@ def _read(samples: list, source: np.ndarray, rows: np.ndarray) -> Batch:
     if len(parts) == 1:  # nothing to merge, and constant arrays stay the same objects
         return samples[parts[0][0]].read(rows)
     batch: Batch = {}
-    for number, here in parts:
-        for name, values in samples[number].read(rows[here]).items():
+    for number, places in parts:
+        for name, values in samples[number].read(rows[places]).items():
             if name not in batch:
                 batch[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
-            batch[name][here] = values
+            batch[name][places] = values
     return batch
 
 
@@ -192,10 +192,10 @@ def open_dataset(
     weights, configs = sources_of(config)
     texts = [None if c.source in ("bin", "megatron") else _open_text(c, log) for c in configs]
     encoder = _open_tokenizer(configs[0], [text for text in texts if text], folder, log)
-    opener = _Opener(sequence_length, vocab_size, encoder, log)
-    sides = [opener.sides(*pair) for pair in zip(configs, texts, strict=True)]
+    sources = _SourceOpener(sequence_length, vocab_size, encoder, log)
+    sides = [sources.sides(*pair) for pair in zip(configs, texts, strict=True)]
     fingerprint = digest(
-        sequence_length, config.packing, config.validation_share, weights, *opener.fingerprints
+        sequence_length, config.packing, config.validation_share, weights, *sources.fingerprints
     )
     dataset = Dataset(
         sides, weights, tokenizer=encoder, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
@@ -208,16 +208,17 @@ def open_dataset(
 
 
 def _open_arrays(config: DataConfig, seed: int, log: token_cache.Log) -> Dataset:
-    found = arrays.open_arrays(config)
+    source = arrays.open_arrays(config)
     train, held_out = (
-        DatasetSplit(found.name, part, part.num_rows) for part in (found.train, found.held_out)
+        DatasetSplit(source.name, part, part.num_rows) for part in (source.train, source.held_out)
     )
     dataset = Dataset(
-        [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=found.fingerprint
+        [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=source.fingerprint
     )
     kinds = arrays.sample_shapes(config).items()
-    about = ", ".join(f"{name} {list(dims)} {dtype}" for name, (dims, dtype) in kinds)
-    log(f"data: {found.name}: {found.train.num_rows} samples of {about}; {found.held_out.num_rows} held out")
+    contents = ", ".join(f"{name} {list(dims)} {dtype}" for name, (dims, dtype) in kinds)
+    sizes = f"{source.train.num_rows} samples of {contents}; {source.held_out.num_rows} held out"
+    log(f"data: {source.name}: {sizes}")
     return dataset
 
 
@@ -237,7 +238,7 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[t
 
 
 @dataclasses.dataclass(frozen=True)
-class _Opener:
+class _SourceOpener:
     """What the sources of one dataset share."""
 
     length_S: int
@@ -322,11 +323,11 @@ def _open_tokenizer(
                 bpe = extras.load(tokenizer.BPE, extra="text")
                 atomic.write_text(target, bpe.train(documents, size))
         name = str(target)
-    found = tokenizer.load_tokenizer(name, folder=folder)
-    if file and not kept and found.content is not None:
+    encoder = tokenizer.load_tokenizer(name, folder=folder)
+    if file and not kept and encoder.content is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, found.content)
-    return found
+        atomic.write_text(file, encoder.content)
+    return encoder
 
 
 def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:

@@ -6,8 +6,8 @@ from sklearn.datasets import load_digits
 
 def read() -> dict[str, np.ndarray]:
     """Returns image [1797, 8, 8, 1] float32 in [0, 1] and label [1797] int32."""
-    found = load_digits()
+    digits = load_digits()
     return {
-        "image": (found.images[..., None] / 16).astype(np.float32),
-        "label": found.target.astype(np.int32),
+        "image": (digits.images[..., None] / 16).astype(np.float32),
+        "label": digits.target.astype(np.int32),
     }

@@ -42,8 +42,8 @@ def _load(config: DataConfig) -> datasets.Dataset:
         raise ConfigError(f"data.path={config.path}: required NAME[:CONFIG[:SPLIT]].")
     try:
         if any((Path(name) / file).is_file() for file in _SAVED):
-            found = datasets.load_from_disk(name)
-            return found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(name)
+            return dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
         return datasets.load_dataset(name, subset or None, split=split or "train")
     except Exception as error:  # many kinds: network, names, splits, formats
         reason = " ".join(str(error).split())[:300]

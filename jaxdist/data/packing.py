@@ -170,9 +170,9 @@ class PackedDocuments:
         source = np.repeat(self._start[piece], length) + positions
         tokens, targets = np.zeros((2, segments.size), np.int32)
         for number in set(owner.tolist()) - {-1}:
-            here, file = np.repeat(owner == number, length), self._files[number].tokens
-            at = source[here]
-            tokens[here], targets[here] = file[at], file[at + 1]
+            places, file = np.repeat(owner == number, length), self._files[number].tokens
+            at = source[places]
+            tokens[places], targets[places] = file[at], file[at + 1]
         used = segments > 0
         flat = {"tokens": tokens, "targets": targets, "segment_ids": segments}
         flat |= {"positions": (positions * used).astype(np.int32), "weights": used.astype(np.float32)}

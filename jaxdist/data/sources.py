@@ -111,16 +111,16 @@ def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     kinds = [kind for kind in typing.get_args(Source) if kind not in ("mixture", *NOT_TEXT)]
     # One text may hold several entries, as the command line gives them; a path may hold commas too.
     for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
-        found = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
-        if not found or float(found[1]) == 0 or found[2] not in kinds:
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
+        if not match or float(match[1]) == 0 or match[2] not in kinds:
             faults.append(
                 f"data.mixture entry {entry!r}: required weight:source:path with a weight > 0 and "
                 f"a source of {', '.join(kinds)}."
             )
             continue
-        source = typing.cast(Source, found[2])
-        weights.append(float(found[1]))
-        configs.append(dataclasses.replace(config, source=source, path=found[3], mixture=()))
+        source = typing.cast(Source, match[2])
+        weights.append(float(match[1]))
+        configs.append(dataclasses.replace(config, source=source, path=match[3], mixture=()))
         faults += configs[-1].faults()
     if faults:
         raise ConfigError(faults)
@@ -172,8 +172,8 @@ def record_document(record: object, field: str, *, where: str, default_id: str) 
     """Returns the document of one record, under its own `id` if it has one.
     Raises ConfigError where the record has no text under `field`."""
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        given = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f"{where}: no text in field {field!r} (has: {given}). Set data.text_field.")
+        fields = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{where}: no text in field {field!r} (has: {fields}). Set data.text_field.")
     identity = record.get("id")
     return Document(default_id if identity is None else str(identity), record[field])
 
@@ -196,14 +196,14 @@ def find_files(config: DataConfig, *suffixes: str) -> list[File]:
     Raises ConfigError naming every entry that finds nothing."""
     files, faults = [], []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
-        found = _find(Path(entry).expanduser(), suffixes)
-        if not found:
+        matches = _find(Path(entry).expanduser(), suffixes)
+        if not matches:
             kinds = " or ".join(suffixes) or "text"
             faults.append(
                 f"data.path={entry}: no {config.source} file there (looked from {Path.cwd()}); "
                 f"give a {kinds} file, a folder of them, or a glob."
             )
-        files += found
+        files += matches
     if faults or not files:
         raise ConfigError(faults or f"data.path={config.path!r}: empty. Set data.path.")
     return files
@@ -219,11 +219,11 @@ def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
         root, pattern = Path(*entry.parts[:fixed]), "/".join(entry.parts[fixed:])
     else:
         return []
-    found = [File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern) if path.is_file()]
+    files = [File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern) if path.is_file()]
     if entry.is_dir():
-        found = [file for file in found if not re.search(r"(^|/)\.", file.id)]
-        found = [file for file in found if not suffixes or file.id.endswith(suffixes)]
-    return sorted(found, key=lambda file: file.id)
+        files = [file for file in files if not re.search(r"(^|/)\.", file.id)]
+        files = [file for file in files if not suffixes or file.id.endswith(suffixes)]
+    return sorted(files, key=lambda file: file.id)
 
 
 def _corpus_of(name: str, files: list[File], read: Callable[[File], Iterator[Document]]) -> Corpus:

@@ -74,8 +74,8 @@ def _load(target: Path, name: str) -> TokenStore | None:
     if length.sum() != meta["tokens"] or len(documents) != meta["documents"]:
         return None
     owner, start, group = np.zeros(len(length), np.int32), np.cumsum(length) - length, group.astype(np.uint8)
-    about = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
-    return TokenStore(name, (file,), owner, start, length, group, num_bytes, **about)
+    metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
+    return TokenStore(name, (file,), owner, start, length, group, num_bytes, **metadata)
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None:

@@ -121,16 +121,16 @@ def open_bin(config: DataConfig) -> TokenStore:
     return _store_of(f"bin {config.path}", opened)
 
 
-def _open_bin_file(found: File, dtype: str) -> _Opened:
-    with found.path.open("rb") as stream:
+def _open_bin_file(source: File, dtype: str) -> _Opened:
+    with source.path.open("rb") as stream:
         head = stream.read(_KARPATHY_HEADER_BYTES)
     magic, version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))
     if len(head) == _KARPATHY_HEADER_BYTES and (magic, version) == (_KARPATHY_MAGIC, 1):
-        file = TokenFile(found.path, "<u2", offset_bytes=len(head), count=count)
+        file = TokenFile(source.path, "<u2", offset_bytes=len(head), count=count)
     else:
-        file = TokenFile(found.path, {"uint16": "<u2", "uint32": "<u4"}[dtype])
+        file = TokenFile(source.path, {"uint16": "<u2", "uint32": "<u4"}[dtype])
     start = np.arange(0, file.count, BLOCK_TOKENS)
-    return _Opened(file, found.id, start, np.minimum(BLOCK_TOKENS, file.count - start))
+    return _Opened(file, source.id, start, np.minimum(BLOCK_TOKENS, file.count - start))
 
 
 # --- Megatron -------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ def open_megatron(config: DataConfig) -> TokenStore:
     opened = []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
         prefix = str(Path(entry).expanduser()).removesuffix(".idx").removesuffix(".bin")
-        found = sorted(glob.glob(f"{prefix}.idx", recursive=True))
-        if not found:
+        indexes = sorted(glob.glob(f"{prefix}.idx", recursive=True))
+        if not indexes:
             raise ConfigError(f"data.path={entry}: no file {prefix}.idx; give the PREFIX of both.")
-        opened += [_open_megatron_pair(Path(index)) for index in found]
+        opened += [_open_megatron_pair(Path(index)) for index in indexes]
     return _store_of(f"megatron {config.path}", opened)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.data import arrays
-from jaxdist.data.arrays import INDEX, ArrayRows, Kind
+from jaxdist.data.arrays import INDEX, ArrayHeader, ArrayRows
 from jaxdist.data.dataset import Dataset, DatasetSplit, SourceError
 from jaxdist.data.packing import Batch
 from jaxdist.storage.digest import digest
@@ -61,15 +61,15 @@ def open_given(
         raise ConfigError(f"validation: a sample has {theirs}; in batches {ours}")
     out = ArrayRows(held, np.arange(_count(held)))
     sides = DatasetSplit("batches", train, train.num_rows), DatasetSplit("validation", out, out.num_rows)
-    about: dict[str, Any] = dict(tokenizer=None, vocab_size=None, seed=seed, fingerprint=fingerprint)
-    return GivenBatches([sides], [1.0], source=source, example=rows, **about), size
+    options: dict[str, Any] = dict(tokenizer=None, vocab_size=None, seed=seed, fingerprint=fingerprint)
+    return GivenBatches([sides], [1.0], source=source, example=rows, **options), size
 
 
 class GivenBatches(Dataset):
     """A dataset whose training batches may come whole from a source, in its order."""
 
-    def __init__(self, *args: Any, source: _Computed | None, example: Batch, **about: Any):
-        super().__init__(*args, **about)
+    def __init__(self, *args: Any, source: _Computed | None, example: Batch, **options: Any):
+        super().__init__(*args, **options)
         self.samples = arrays.describe_samples(_without_index(example))  # as `data.path` has it
         self._source = source
 
@@ -106,16 +106,16 @@ class _Computed:
             return self.first
         batch, first = self._get(step), arrays.describe_samples(self.first)
         try:
-            found = _converted(_checked(f"batches: the one after {step} updates", batch, whole=True))
+            converted = _converted(_checked(f"batches: the one after {step} updates", batch, whole=True))
         except ConfigError as error:
             raise SourceError(str(error)) from error
-        if (_count(found), arrays.describe_samples(found)) != (_count(self.first), first):
+        if (_count(converted), arrays.describe_samples(converted)) != (_count(self.first), first):
             raise SourceError(
-                f"batches: the one after {step} updates has {_count(found)} x "
-                f"{arrays.describe_samples(found)}; the first {_count(self.first)} x {first}, and all must "
-                f"be alike"
+                f"batches: the one after {step} updates has {_count(converted)} x "
+                f"{arrays.describe_samples(converted)}; the first {_count(self.first)} x {first}, and all "
+                f"must be alike"
             )
-        return found
+        return converted
 
 
 class _Iterated(_Computed):
@@ -158,13 +158,13 @@ def _checked(what: str, batch: Any, *, whole: bool = False) -> dict[str, np.ndar
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(f"{what}: {type(batch).__name__}; required a dict of arrays, e.g. dict(x=x, y=y)")
-    found = {str(name): np.asarray(values) for name, values in batch.items()}
-    kinds = {name: Kind(x.shape, x.dtype) for name, x in found.items()}
+    checked = {str(name): np.asarray(values) for name, values in batch.items()}
+    kinds = {name: ArrayHeader(x.shape, x.dtype) for name, x in checked.items()}
     faults = arrays.faults_of(_without_index(kinds) if whole else kinds)
-    wide = [n for n, x in found.items() if x.dtype.kind in "iu" and x.size and arrays.overflows(x)]
+    wide = [n for n, x in checked.items() if x.dtype.kind in "iu" and x.size and arrays.overflows(x)]
     if faults or wide:
         raise ConfigError([*(f"{what}: {f}" for f in faults), *(f"{what}: {n} exceeds int32" for n in wide)])
-    return found
+    return checked
 
 
 def _converted(batch: Batch) -> Batch:

@@ -240,14 +240,9 @@ CHIPS: tuple[Chip, ...] = (
 # fmt: on
 
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
-
-
 FAMILIES: Mapping[str, Chip] = {chip.family: chip for chip in CHIPS if chip.family}
 
 
 def chip_for(device_kind: str) -> Chip | None:
     """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the table."""
     return _BY_KIND.get(device_kind)
-
-
-# --- Flags ---------------------------------------------------------------------------------------

@@ -82,14 +82,14 @@ class Instruction:
     @cached_property
     def _split(self) -> tuple[str, str, str, str]:
         """The result's type, the opcode, the operands, and what follows them."""
-        found = _OPCODE.search(self.text)
-        if not found:
+        match = _OPCODE.search(self.text)
+        if not match:
             return self.text, "", "", ""
-        depth, end = 1, found.end()
+        depth, end = 1, match.end()
         while depth:  # up to the parenthesis that closes the operands
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
             end += 1
-        return self.text[: found.start()], found.group(1), self.text[found.end() : end], self.text[end:]
+        return self.text[: match.start()], match.group(1), self.text[match.end() : end], self.text[end:]
 
     @property
     def opcode(self) -> str:
@@ -132,15 +132,15 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """What the TPU compiler thinks it takes; 0 on kernels, collectives and other platforms."""
-        found = _CYCLES.search(self.text)
-        cycles = int(found.group(1)) if found else 0
+        match = _CYCLES.search(self.text)
+        cycles = int(match.group(1)) if match else 0
         return cycles if cycles < _NOT_CYCLES else 0
 
     @property
     def op_name(self) -> str:
         """The path of JAX transformations and primitives that it came from, or ""."""
-        found = _OP_NAME.search(self.text)
-        return found.group(1) if found else ""
+        match = _OP_NAME.search(self.text)
+        return match.group(1) if match else ""
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -150,13 +150,13 @@ class Instruction:
         """
         if pairs := _PAIRS.search(self.attributes):
             return _first_route(pairs.group(1))
-        found = _GROUPS.search(self.attributes)
-        return _first_group(found.group()) if found else ()
+        match = _GROUPS.search(self.attributes)
+        return _first_group(match.group()) if match else ()
 
     def value(self, name: str) -> str:
         """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if absent."""
-        found = re.search(rf'\b{name}=(?:"([^"]*)"|\{{([^{{}}]*)\}}|([^\s,]+))', self.attributes)
-        return next((group for group in found.groups() if group), "") if found else ""
+        match = re.search(rf'\b{name}=(?:"([^"]*)"|\{{([^{{}}]*)\}}|([^\s,]+))', self.attributes)
+        return next((group for group in match.groups() if group), "") if match else ""
 
     def dims(self, name: str) -> list[int]:
         """Returns the integers of an attribute such as lhs_contracting_dims={1}; [] if absent."""
@@ -182,8 +182,8 @@ class Module:
         integer constant of the condition is the limit of the loop that jax made of a scan. One whose
         first iteration was peeled off starts at 1.
         """
-        if found := _TRIPS.search(loop.attributes):
-            return int(found.group(1))
+        if match := _TRIPS.search(loop.attributes):
+            return int(match.group(1))
         (condition,) = loop.called("condition")
         texts = (instruction.text for instruction in self._reachable(condition))
         limits = [int(match.group(1)) for t in texts if (match := _INTEGER.search(t))]
@@ -198,8 +198,8 @@ class Module:
             step = around.get(step.operands[int(counters[0].value("index"))])
             while step is not None and step.opcode in _MOVES:
                 step = around.get(step.operands[0])
-            if step is not None and (found := _INTEGER.search(step.text)):
-                return int(found.group(1))
+            if step is not None and (match := _INTEGER.search(step.text)):
+                return int(match.group(1))
         return 0
 
     def runs(self, start: str = "") -> list[LoopRun]:
@@ -233,9 +233,9 @@ class Module:
 
     def stack(self, instruction: Instruction) -> list[Frame]:
         """Returns the Python stack that traced it, innermost first; [] if none is recorded."""
-        found = _FRAME.search(instruction.text)
+        match = _FRAME.search(instruction.text)
         frames: list[Frame] = []
-        frame = int(found.group(1)) if found else 0
+        frame = int(match.group(1)) if match else 0
         while row := self.tables.get("StackFrames", {}).get(frame):
             place, parent = _numbers(row)
             file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
@@ -310,20 +310,20 @@ def parse(text: str) -> Module:
     entry, current, table = "", None, None
     last = ""  # the instruction that a line which is none goes on with
     for line in text.splitlines():
-        if line[:1] == " " and current is not None and (found := _INSTRUCTION.match(line)):
-            last = found.group(1)
-            current[last] = Instruction(last, found.group(2))
+        if line[:1] == " " and current is not None and (match := _INSTRUCTION.match(line)):
+            last = match.group(1)
+            current[last] = Instruction(last, match.group(2))
         elif _END.match(line):
             current, last = None, ""
         elif current is not None and last:
             current[last] = Instruction(last, f"{current[last].text} {line}")
-        elif table is not None and (found := _ROW.match(line)):
-            table[int(found.group(1))] = found.group(2)
+        elif table is not None and (match := _ROW.match(line)):
+            table[int(match.group(1))] = match.group(2)
         elif line in _TABLES:
             table = tables.setdefault(line, {})
-        elif line[:1] not in ("", " ", "}") and (found := _COMPUTATION.match(line)):
-            current = computations.setdefault(found.group(2), {})
-            entry = found.group(2) if found.group(1) else entry
+        elif line[:1] not in ("", " ", "}") and (match := _COMPUTATION.match(line)):
+            current = computations.setdefault(match.group(2), {})
+            entry = match.group(2) if match.group(1) else entry
     if not entry:
         raise ValueError("HLO text has no ENTRY computation; pass the text of compiled.as_text()")
     return Module(computations, entry, tables)
@@ -337,16 +337,16 @@ def _numbers(row: str) -> list[int]:
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
     """Returns the first of the groups that replica_groups lists in one of its forms; () for all."""
-    found = _GROUPS.match(text)
-    assert found is not None, text
-    if found["lists"]:
-        return tuple(map(int, re.findall(r"\d+", found["lists"].split("}")[0])))
-    if found["shape"]:
-        _, size = re.findall(r"\d+", found["shape"])
-        return tuple(map(int, _order(found["iota"])[: int(size)]))
-    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
-    order = _order(found["order"]) if found["order"] else np.arange(math.prod(sizes.values()))
-    grid, chosen = order.reshape(tuple(sizes.values())), _chosen(found["axes"])
+    match = _GROUPS.match(text)
+    assert match is not None, text
+    if match["lists"]:
+        return tuple(map(int, re.findall(r"\d+", match["lists"].split("}")[0])))
+    if match["shape"]:
+        _, size = re.findall(r"\d+", match["shape"])
+        return tuple(map(int, _order(match["iota"])[: int(size)]))
+    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])}
+    order = _order(match["order"]) if match["order"] else np.arange(math.prod(sizes.values()))
+    grid, chosen = order.reshape(tuple(sizes.values())), _chosen(match["axes"])
     for position, (axis, size) in enumerate(sizes.items()):
         if axis not in chosen:
             grid = grid.take([0], axis=position)

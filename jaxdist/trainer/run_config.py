@@ -177,9 +177,3 @@ def from_config(config: ConfigDict | Mapping) -> RunConfig:
     return configs.from_config_dict(
         RunConfig, configs.unflatten(configs.resolve(flat, full_schema(str(target))))
     )
-
-
-# --- validation -----------------------------------------------------------------------------------
-
-
-# --- building -------------------------------------------------------------------------------------
