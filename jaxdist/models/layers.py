@@ -16,14 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import BlockInfo
-
-Names = tuple[str | None, ...]
+from jaxdist.protocols.param_names import Names
 
 
 def normal(rngs: nnx.Rngs, dims: tuple[int, ...], std: float, names: Names) -> nnx.Param:
     """Returns a float32 parameter ~ N(0, std^2); std 0 gives zeros."""
-    zeros = std == 0
-    value = jnp.zeros(dims) if zeros else std * jax.random.normal(rngs.params(), dims)
+    value = std * jax.random.normal(rngs.params(), dims) if std else jnp.zeros(dims)
     return nnx.Param(value, logical=names)
 
 

@@ -102,9 +102,8 @@ class LoraKernel(nnx.Module):
     def frozen(self) -> FrozenKernel:
         """Returns W as `project` takes it."""
         parts = [getattr(self, part) for part in self.parts]
-        names = tuple(part.logical for part in parts)
-        values = tuple(part[...] for part in parts)
-        return FrozenKernel(values, names, self.form.restore) if self.form else FrozenKernel(values, names)
+        restored = (self.form.restore,) if self.form else ()
+        return FrozenKernel(tuple(p[...] for p in parts), tuple(p.logical for p in parts), *restored)
 
     def apply_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Returns x W + alpha / rank x (x A) B for y = x W."""
@@ -146,16 +145,16 @@ def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
     Heads and head_dim are one dim. Without names a parameter under `blocks` has one stack dim.
     """
     names: Names = tuple(kernel.get_metadata().get("logical") or ())
-    own = len(names) if names else kernel.ndim - path.startswith("blocks/")
+    rank = len(names) if names else kernel.ndim - path.startswith("blocks/")
     if "vocab" in names or "positions" in names or (not names and "embed" in path.lower()):
         return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
     if "experts" in names:
         return "kernels of experts are not supported"
     contract = 2 if names[1:2] == ("head_dim",) else 1
-    if own - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
+    if rank - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
         return "it is no matrix"
-    at = kernel.ndim - own
-    return Shape(path, names, tuple(kernel.shape[:at]), tuple(kernel.shape[at:]), contract)
+    dims, stacks = tuple(kernel.shape), kernel.ndim - rank
+    return Shape(path, names, dims[:stacks], dims[stacks:], contract)
 
 
 def adapted(build: Build, config: LoraConfig) -> Build:
@@ -169,15 +168,18 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     Raises:
       ConfigError: a target that is no kernel; a kernel that cannot be quantised.
     """
-    found = {path: (owner, name) for path, owner, name in _parameters(model)}
-    shapes = {path: shape_of(path, getattr(*place)) for path, place in found.items()}
-    chosen, problems = _chosen(shapes, config)
-    if problems:
-        raise ConfigError(problems)
+    owners = {
+        trees.SEPARATOR.join(map(str, (*path, name))): (module, name)
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+    }
+    shapes = {path: shape_of(path, getattr(*owner)) for path, owner in owners.items()}
+    chosen = _chosen(shapes, config)
     for _, leaf in nnx.iter_graph(model):
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(trainable=False)
-    for path, (owner, name) in found.items():
+    for path, (owner, name) in owners.items():
         shape, quantised = shapes[path], config.base != "none" and path.startswith("blocks/")
         if not isinstance(shape, Shape) or not (path in chosen or quantised):
             continue
@@ -188,35 +190,28 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     return model
 
 
-def _parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
-    """Yields (path, the module that holds it, its name there) of all parameters that modules hold."""
-    for path, module in nnx.iter_modules(model):
-        for name, value in vars(module).items():
-            if isinstance(value, nnx.Param):
-                yield trees.SEPARATOR.join(map(str, (*path, name))), module, name
-
-
-def _chosen(found: dict[str, Shape | str], config: LoraConfig) -> tuple[set[str], list[str]]:
-    """Returns the paths of the kernels that the targets name, and what is wrong with targets."""
-    kernels = [path for path, shape in found.items() if isinstance(shape, Shape)]
+def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
+    """Returns the paths of the kernels that the targets name; ConfigError for one that names none."""
+    kernels = [path for path, shape in shapes.items() if isinstance(shape, Shape)]
     chosen: set[str] = set()
-    problems = []
+    faults = []
     for pattern in config.targets:
-        ends = re.compile(rf"(^|/)({pattern})$")
-        hits = [path for path in found if ends.search(path)]
-        good = [path for path in hits if path in kernels]
-        chosen.update(good)
-        if not good:
-            why = f"{hits[0]}: {found[hits[0]]}" if hits else "finds no parameter"
-            there = ", ".join(kernels[:8]) or "none"
-            problems.append(f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {there}")
-    return chosen, problems
+        hits = [path for path in shapes if re.search(rf"(^|/)({pattern})$", path)]
+        fitting = set(hits) & set(kernels)
+        chosen |= fitting
+        if not fitting:
+            why = f"{hits[0]}: {shapes[hits[0]]}" if hits else "finds no parameter"
+            legal = ", ".join(kernels[:8]) or "none"
+            faults.append(f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {legal}")
+    if faults:
+        raise ConfigError(faults)
+    return chosen
 
 
 def kernels(model: Any) -> dict[str, LoraKernel]:
     """Returns what stands for kernels in a (perhaps abstract) model, by the kernels' paths."""
-    found = {trees.SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    return {path: module for path, module in found.items() if isinstance(module, LoraKernel)}
+    modules = {trees.SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    return {path: module for path, module in modules.items() if isinstance(module, LoraKernel)}
 
 
 def unadapted(

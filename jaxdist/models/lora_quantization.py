@@ -42,18 +42,18 @@ class Form:
         inputs, axis = [kernel.ndim + dim for dim in self.inputs], kernel.ndim + self.axis
         if self.kind == "int8":
             channels = [dim for dim in range(kernel.ndim) if dim not in inputs]
-            found = qwix.quantize(kernel, jnp.int8, channelwise_axes=channels)
-            return found.qvalue, found.scale.squeeze(inputs)
+            quantized = qwix.quantize(kernel, jnp.int8, channelwise_axes=channels)
+            return quantized.qvalue, quantized.scale.squeeze(inputs)
         tile = tile_of(kernel.shape[axis])
-        found = _along(lambda row: qwix.quantize(row, "nf4", tiled_axes={0: tile}), axis, kernel.ndim)(kernel)
-        low, high = jnp.moveaxis(_split(found.qvalue.astype(jnp.uint8), axis, 2), axis + 1, 0)
-        return low | high << 4, found.scale
+        quantize = _along(lambda row: qwix.quantize(row, "nf4", tiled_axes={0: tile}), axis, kernel.ndim)
+        quantized = quantize(kernel)
+        low, high = jnp.moveaxis(_split(quantized.qvalue.astype(jnp.uint8), axis, 2), axis + 1, 0)
+        return low | high << 4, quantized.scale
 
     def restore(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Returns the kernel in float32: the values that `qwix.dequantize` gives, bit for bit."""
         if self.kind == "int8":
-            scales = jnp.expand_dims(scales, self.inputs)
-            return qwix.dequantize(qwix.QArray(codes, scales))
+            return qwix.dequantize(qwix.QArray(codes, jnp.expand_dims(scales, self.inputs)))
         axis = codes.ndim + self.axis
         values = _joined(_looked_up(jnp.stack([codes & 15, codes >> 4], axis + 1)), axis)
         tiles = _split(values, axis, values.shape[axis] // scales.shape[axis])

@@ -46,14 +46,14 @@ def find_model(target: str) -> type[nnx.Module]:
     except (ImportError, OSError) as error:
         hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
         raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, nnx.Module)):
+    model = getattr(module, class_name, None)
+    if not (isinstance(model, type) and issubclass(model, nnx.Module)):
         models = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, nnx.Module)]
         raise ConfigError(
             f"model.target={target!r}: {module_name} has no nnx.Module {class_name!r}."
             f"{suggest(class_name, models)}"
         )
-    return found
+    return model
 
 
 def _module_of(file: Path) -> ModuleType:
@@ -84,8 +84,8 @@ def options_class(model: type[nnx.Module]) -> type:
     config = getattr(model, "Config", model)
     if config is not model and dataclasses.is_dataclass(config):
         return config
-    if found := list(_parameter_faults(model)):
-        raise ConfigError(found)
+    if faults := list(_parameter_faults(model)):
+        raise ConfigError(faults)
     return model
 
 
@@ -109,10 +109,10 @@ def build_function(model: type[nnx.Module], options: Mapping[str, Any]) -> Calla
     random = any(parameter.name == "rngs" or parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 
     def build(rngs: nnx.Rngs):
-        given = {"rngs": rngs} if random else {}
+        streams = {"rngs": rngs} if random else {}
         config: Any = options_class(model)
         make: Any = model
-        return make(**options, **given) if config is model else make(config(**options), **given)
+        return make(**options, **streams) if config is model else make(config(**options), **streams)
 
     return build
 

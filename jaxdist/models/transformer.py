@@ -5,6 +5,7 @@ Single-device code: dims have logical names, no mesh axis is mentioned. Letters:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from jaxdist.models.layers import (
 )
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
+from jaxdist.ops.attention_reference import soft_capped
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.matmul import project
@@ -67,11 +69,11 @@ class Attention(nnx.Module):
         self.value = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.out = normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
         if c.bias != "none":
-            self.query_bias = nnx.Param(jnp.zeros(heads), logical=("heads", "head_dim"))
-            self.key_bias = nnx.Param(jnp.zeros(kv), logical=("kv_heads", "head_dim"))
-            self.value_bias = nnx.Param(jnp.zeros(kv), logical=("kv_heads", "head_dim"))
+            self.query_bias = normal(rngs, heads, 0, ("heads", "head_dim"))
+            self.key_bias = normal(rngs, kv, 0, ("kv_heads", "head_dim"))
+            self.value_bias = normal(rngs, kv, 0, ("kv_heads", "head_dim"))
         if c.bias in ("attention", "all"):
-            self.out_bias = nnx.Param(jnp.zeros(c.d_model), logical=("d_model",))
+            self.out_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
         if c.qk_norm != "none":
             self.query_norm = _head_norm(c, *heads, "heads")
             self.key_norm = _head_norm(c, *kv, "kv_heads")
@@ -81,18 +83,15 @@ class Attention(nnx.Module):
         c = self.config
         q, k, v = project(x_BSD, self.query, self.key, self.value)
         if c.bias != "none":
-            q, k, v = (
-                biased(y, bias)
-                for y, bias in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
-            )
+            q, k, v = biased(q, self.query_bias), biased(k, self.key_bias), biased(v, self.value_bias)
         q = shard_and_name(q, "query", "batch", "sequence", "heads", None)
         k = shard_and_name(k, "key", "batch", "sequence", "kv_heads", None)
         v = shard_and_name(v, "value", "batch", "sequence", "kv_heads", None)
         if c.qk_norm != "none":
             q, k = self.query_norm(q), self.key_norm(k)
         if c.positions == "rotary":
-            own = "_local" if context.kind == "local" and c.rope_theta_local else ""
-            cos, sin = (context.fields[f"rotary_{table}{own}"] for table in ("cos", "sin"))
+            end = "_local" if context.kind == "local" and c.rope_theta_local else ""
+            cos, sin = (context.fields[f"rotary_{table}{end}"] for table in ("cos", "sin"))
             q, k = (rotate(y, cos, sin) for y in (q, k))
         return q, k, v
 
@@ -125,8 +124,8 @@ class FeedForward(nnx.Module):
         self.up = normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
         self.down = normal(rngs, (c.d_ff, c.d_model), _output_std(c), ("d_ff", "d_model"))
         if self.bias:
-            self.up_bias = nnx.Param(jnp.zeros(c.d_ff), logical=("d_ff",))
-            self.down_bias = nnx.Param(jnp.zeros(c.d_model), logical=("d_model",))
+            self.up_bias = normal(rngs, (c.d_ff,), 0, ("d_ff",))
+            self.down_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         kernels = (self.gate, self.up) if self.gated else (self.up,)
@@ -144,14 +143,12 @@ class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norms behind the parts, or both."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        c = config
+        c, norm = config, partial(Norm, config.d_model, kind=config.norm, eps=config.norm_eps)
         self.dropout, self.position, self.layer_pattern = c.dropout, c.norm_position, c.layer_pattern
         if c.norm_position != "post":
-            self.attention_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
-            self.mlp_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.attention_norm, self.mlp_norm = norm(), norm()
         if c.norm_position != "pre":
-            self.attention_post_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
-            self.mlp_post_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         self.attention = Attention(config, rngs)
         self.mlp = FeedForward(config, rngs)
 
@@ -217,7 +214,7 @@ class Transformer(nnx.Module):
             cos, sin = rotary_tables(batch["positions"], frequencies)
             return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
 
-        found = tables(
+        fields = tables(
             c.rope_theta,
             factor=c.rope_factor,
             scaling=c.rope_scaling,
@@ -225,7 +222,7 @@ class Transformer(nnx.Module):
             high=c.rope_high_factor,
             original=c.rope_original_positions,
         )
-        return found | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
+        return fields | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
 
     def embed(self, batch: Batch) -> jax.Array:
         """Returns [B, S, D] in the compute dtype."""
@@ -256,9 +253,7 @@ class Transformer(nnx.Module):
         c, x = self.config, self.final_norm(x_BSD)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
         logits = jnp.einsum("bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-        if c.logit_softcap:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return shard(logits, "batch", "sequence", "vocab")
+        return shard(soft_capped(logits, c.logit_softcap), "batch", "sequence", "vocab")
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, S, V] of a whole batch."""

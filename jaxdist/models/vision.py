@@ -58,10 +58,6 @@ class VisionConfig:
         ]
 
 
-def _bias(*dims: int, names: tuple[str | None, ...]) -> nnx.Param:
-    return nnx.Param(jnp.zeros(dims), logical=names)
-
-
 class EncoderBlock(nnx.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); every patch sees all."""
 
@@ -72,14 +68,14 @@ class EncoderBlock(nnx.Module):
         self.query, self.key, self.value = (
             normal(rngs, (D, *heads), std, ("d_model", *inner)) for _ in range(3)
         )
-        self.query_bias, self.key_bias, self.value_bias = (_bias(*heads, names=inner) for _ in range(3))
+        self.query_bias, self.key_bias, self.value_bias = (normal(rngs, heads, 0, inner) for _ in range(3))
         self.out = normal(rngs, (*heads, D), std, (*inner, "d_model"))
-        self.out_bias = _bias(D, names=("d_model",))
+        self.out_bias = normal(rngs, (D,), 0, ("d_model",))
         self.mlp_norm = Norm(D, kind="layer", eps=config.norm_eps)
         self.up = normal(rngs, (D, F), std, ("d_model", "d_ff"))
-        self.up_bias = _bias(F, names=("d_ff",))
+        self.up_bias = normal(rngs, (F,), 0, ("d_ff",))
         self.down = normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
-        self.down_bias = _bias(D, names=("d_model",))
+        self.down_bias = normal(rngs, (D,), 0, ("d_model",))
 
     def __call__(self, x_BPD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
         x = x_BPD + dropout(self.attend(self._entering(self.attention_norm, x_BPD)), self.dropout, context, 1)
@@ -116,14 +112,14 @@ class VisionTransformer(nnx.Module):
         pixels, token = c.patch_size**2 * c.channels, c.pooling == "token"
         count = (c.image_size // c.patch_size) ** 2 + token
         self.patch = normal(rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model"))
-        self.patch_bias = _bias(c.d_model, names=("d_model",))
+        self.patch_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
         self.position_embedding = normal(rngs, (count, c.d_model), 0.02, ("positions", "d_model"))
         if token:
             self.class_token = normal(rngs, (c.d_model,), 0.02, ("d_model",))
         self.blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.num_layers, rngs)
         self.final_norm = Norm(c.d_model, kind="layer", eps=c.norm_eps)
         self.output = normal(rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None))
-        self.output_bias = _bias(c.num_classes, names=(None,))
+        self.output_bias = normal(rngs, (c.num_classes,), 0, (None,))
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
         """Returns the cross-entropy over the samples; key None means no dropout."""

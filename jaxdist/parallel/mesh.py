@@ -95,7 +95,7 @@ def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[di
     bad = [f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1]
     unknown = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size > 0)
-    given = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
+    sizes_text = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
     if len(unknown) > 1:
         names = " and ".join(f"{prefix}.{axis}" for axis in unknown)
         bad.append(f"{names} are both -1; at most one can be 'the rest': give the other a size")
@@ -107,7 +107,7 @@ def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[di
         cure = f"set sizes whose product is {total}, or start with {known} {what}"
         if unknown:
             cure = f"choose sizes whose product divides {total}"
-        return sizes, [f"{prefix}: {given} needs {known} {what}, there are {total}; {cure}"]
+        return sizes, [f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"]
     return sizes, []
 
 

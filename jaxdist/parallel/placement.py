@@ -13,6 +13,8 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
 
+COLUMNS = ("parameter", "dims", "names", "stored", "optimizer state", "per device", "bytes", "copies", "why")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -47,54 +49,28 @@ def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -
     shard_dims = tuple(d // n for d, n in zip(x.shape, parts, strict=True))
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
     extra = shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
-    return Placement(
-        path,
-        tuple(x.shape),
-        names,
-        stored,
-        rules.state(names, x.shape),
-        shard_dims,
-        shard_bytes,
-        extra,
-        rules.why(names, x.shape),
-    )
+    state, why = rules.state(names, x.shape), rules.why(names, x.shape)
+    return Placement(path, tuple(x.shape), names, stored, state, shard_dims, shard_bytes, extra, why)
 
 
 def explain(placements: Sequence[Placement]) -> str:
     """Returns the placements as a table: one line a parameter, then the totals per device."""
-    header = (
-        "parameter",
-        "dims",
-        "names",
-        "stored",
-        "optimizer state",
-        "per device",
-        "bytes",
-        "copies",
-        "why",
-    )
-    rows = [header] + [
-        (
-            p.path,
-            "x".join(map(str, p.dims)),
-            ",".join(n or "-" for n in p.names) or "-",
-            _spec_text(p.stored),
-            _spec_text(p.state),
-            "x".join(map(str, p.shard_dims)),
-            f"{p.shard_bytes:,}",
-            f"{p.replicated_bytes:,}",
-            p.why,
-        )
-        for p in placements
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [COLUMNS, *map(_row, placements)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     total = sum(p.shard_bytes for p in placements)
     copies = sum(p.replicated_bytes for p in placements)
     lines.append(
         f"total: {total:,} bytes of parameters per device; {copies:,} bytes are copies, over all devices"
     )
     return "\n".join(lines)
+
+
+def _row(p: Placement) -> tuple[str, ...]:
+    dims, shard_dims = ("x".join(map(str, dims)) for dims in (p.dims, p.shard_dims))
+    names = ",".join(name or "-" for name in p.names) or "-"
+    specs = _spec_text(p.stored), _spec_text(p.state)
+    return p.path, dims, names, *specs, shard_dims, f"{p.shard_bytes:,}", f"{p.replicated_bytes:,}", p.why
 
 
 def _spec_text(spec: P) -> str:

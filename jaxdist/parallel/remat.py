@@ -66,8 +66,7 @@ def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
 def named_in(policy: str) -> dict[str, list[str]]:
     """Returns the names that a policy saves and offloads; none for a policy without names."""
     parts = [part.partition(":") for part in policy.split("+")]
-    found = {kind: names.split(",") for kind, colon, names in parts if colon}
-    return {"save": [], "offload": []} | found
+    return {"save": [], "offload": []} | {kind: names.split(",") for kind, colon, names in parts if colon}
 
 
 def rematerialised(block: Callable, policy: str) -> Callable:

@@ -71,9 +71,9 @@ class Rules:
         names = _padded(names, dims)
         spec: list[Any] = [self._tensor_axis(n, d) for n, d in zip(names, dims, strict=True)]
         if fsdp and self.shape.sizes["fsdp"] > 1:
-            where = self._fsdp_dim(names, dims, spec)
-            if where is not None:
-                spec[where] = "fsdp"
+            dim = self._fsdp_dim(names, dims, spec)
+            if dim is not None:
+                spec[dim] = "fsdp"
         return P(*spec)
 
     def _tensor_axis(self, name: str | None, dim: int) -> str | tuple[str, ...] | None:
@@ -94,24 +94,24 @@ class Rules:
         if len(own) < 2:  # a vector: gathering it costs more than keeping it
             return None
         if FSDP_NAME in names:
-            where = names.index(FSDP_NAME)
-            return where if dims[where] % self.shape.sizes["fsdp"] == 0 else None
+            dim = names.index(FSDP_NAME)
+            return dim if dims[dim] % self.shape.sizes["fsdp"] == 0 else None
         free = [i for i in own if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0]
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
         """Returns why this parameter can't be laid out, naming the dim, axis and legal sizes."""
         names = _padded(names, dims)
-        found = []
+        faults = []
         for name, dim in zip(names, dims, strict=True):
             axes = [axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1]
             size = math.prod(self.shape.sizes[axis] for axis in axes)
             if dim % size and not (name == "kv_heads" and size % dim == 0):
-                found.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
+                faults.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
         fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
         if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
-            found.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
-        return found
+            faults.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
+        return faults
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
         """Returns why a parameter is not split further ("" if it is split by all it can)."""
@@ -162,12 +162,6 @@ def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -
 def build_rules(config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool = True) -> Rules:
     """Returns the rule table for a resolved mesh."""
     return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages)
-
-
-# --- while a step is traced -----------------------------------------------------------------------
-
-
-# --- the explain table ----------------------------------------------------------------------------
 
 
 def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
