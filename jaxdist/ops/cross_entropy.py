@@ -199,5 +199,5 @@ def _named(x, last: str | None = None):
 
 
 def _head_named(dhead, options: LossOptions):
-    own = ("vocab", None) if options.tied else (None, "vocab")
-    return execution.shard(dhead, *("batch", *own)[-dhead.ndim :])
+    dims = ("vocab", None) if options.tied else (None, "vocab")
+    return execution.shard(dhead, *("batch", *dims)[-dhead.ndim :])

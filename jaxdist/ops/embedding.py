@@ -30,14 +30,13 @@ def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _embed(table, indices, names: Names, dtype):
-    indices, by_width = _by_width(indices, names, zero=3)
-    local, own = _own_part(indices, table, names)
-    table = _unsplit(table, by_width)
-    rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype)
+    by_width = execution.current().splits_width(names, zero=3)
+    local, in_part = _own_part(_of_group(indices, by_width), table, names)
+    rows = jnp.take(_unsplit(table, by_width), local, axis=0, mode="clip").astype(dtype)
     axis = execution.current().vocabulary_axis(names)
-    if own is not None and axis is not None:
-        rows = execution.sum_over(jnp.where(own[..., None], rows, 0), axis)
-    return execution.shard(rows, "batch_of_group", None, "width") if by_width else rows
+    if axis is not None:
+        rows = execution.sum_over(jnp.where(in_part[..., None], rows, 0), axis)
+    return _of_group(rows, by_width, "width")
 
 
 def _forward(table, indices, names, dtype):
@@ -46,10 +45,10 @@ def _forward(table, indices, names, dtype):
 
 def _backward(names, dtype, residuals, dx):
     table, indices = residuals
-    indices, by_width = _by_width(indices, names, zero=2)
-    dx = execution.shard(dx, "batch_of_group", None, "width") if by_width else dx
-    local, own = _own_part(indices, table, names)
-    dx = dx.astype(jnp.float32) if own is None else jnp.where(own[..., None], dx, 0).astype(jnp.float32)
+    by_width = execution.current().splits_width(names, zero=2)
+    indices, dx = _of_group(indices, by_width), _of_group(dx, by_width, "width")
+    local, in_part = _own_part(indices, table, names)
+    dx = (dx if in_part is None else jnp.where(in_part[..., None], dx, 0)).astype(jnp.float32)
     total = jnp.zeros(table.shape, jnp.float32)
     total = _unsplit(_unsplit(total, by_width).at[local].add(dx), by_width)
     return execution.scatter(total, names).astype(table.dtype), None
@@ -75,12 +74,10 @@ def _own_part(indices, table, names: Names):
     if axis is None:
         return indices, None
     local = indices - jax.lax.axis_index(axis) * table.shape[0]
-    own = (local >= 0) & (local < table.shape[0])
-    return jnp.where(own, local, 0), own
+    in_part = (local >= 0) & (local < table.shape[0])
+    return jnp.where(in_part, local, 0), in_part
 
 
-def _by_width(indices, names: Names, *, zero: int):
-    """Returns the indices where they are needed, and whether the table is split by width."""
-    if not execution.current().splits_width(names, zero=zero):
-        return indices, False
-    return execution.shard(indices, "batch_of_group", None), True
+def _of_group(x, by_width: bool, *last: str):
+    """Returns rows (or their indices) on all shards of an fsdp group, if the table is split by width."""
+    return execution.shard(x, "batch_of_group", None, *last) if by_width else x

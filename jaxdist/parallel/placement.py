@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import Names
 
 COLUMNS = ("parameter", "dims", "names", "stored", "optimizer state", "per device", "bytes", "copies", "why")
@@ -45,8 +45,7 @@ def place(parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: R
 
 def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -> Placement:
     stored = rules.stored(names, x.shape)
-    parts = [math.prod(rules.shape.sizes[axis] for axis in axes_in(entry)) for entry in stored]
-    shard_dims = tuple(d // n for d, n in zip(x.shape, parts, strict=True))
+    shard_dims = rules.shard_dims(stored, x.shape)
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
     extra = shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
     state, why = rules.state(names, x.shape), rules.why(names, x.shape)

@@ -10,6 +10,7 @@ Outside it does nothing, so a model stays single-device code.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class Rules:
         """Returns the spec of a parameter's optimizer state and moving average."""
         return self._parameter(names, dims, fsdp=self.zero >= 1)
 
+    def shard_dims(self, spec: P, dims: Sequence[int]) -> tuple[int, ...]:
+        """Returns the dims of one device's shard of an array; the spec may leave out trailing ones."""
+        sizes = [self._size(axes_in(entry)) for entry in spec]
+        return tuple(dim // size for dim, size in itertools.zip_longest(dims, sizes, fillvalue=1))
+
     def activation(self, names: Names, dims: Sequence[int]) -> P:
         """Returns the spec of an activation; axes that don't divide a dim are left out."""
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
@@ -59,29 +65,26 @@ class Rules:
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
         axes |= {"batch_of_group": tuple(a for a in BATCH_AXES if a != "fsdp"), "width": ("fsdp",)}
         axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
-        return P(*(self._fitting(axes.get(n, ()), d) for n, d in zip(names, dims, strict=True)))
+        return P(*(self._entry(axes.get(n, ()), d, partly=True) for n, d in zip(names, dims, strict=True)))
 
-    def _fitting(self, axes: Sequence[str], dim: int) -> tuple[str, ...] | str | None:
-        used = [axis for axis in axes if self.shape.sizes[axis] > 1]
-        while used and dim % math.prod(self.shape.sizes[axis] for axis in used):
-            used.pop()
-        return (tuple(used) if len(used) > 1 else used[0]) if used else None
+    def _entry(self, axes: Sequence[str], dim: int, *, partly: bool = False) -> str | tuple[str, ...] | None:
+        """Returns the axes that split a dim: all of them or none; partly: as many as divide it."""
+        used = tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
+        while dim % self._size(used):
+            used = used[:-1] if partly else ()
+        return used if len(used) > 1 else next(iter(used), None)
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.shape.sizes[axis] for axis in axes)
 
     def _parameter(self, names: Names, dims: Sequence[int], *, fsdp: bool) -> P:
         names = _padded(names, dims)
-        spec: list[Any] = [self._tensor_axis(n, d) for n, d in zip(names, dims, strict=True)]
+        spec: list[Any] = [self._entry(self._axes_of(n), d) for n, d in zip(names, dims, strict=True)]
         if fsdp and self.shape.sizes["fsdp"] > 1:
             dim = self._fsdp_dim(names, dims, spec)
             if dim is not None:
                 spec[dim] = "fsdp"
         return P(*spec)
-
-    def _tensor_axis(self, name: str | None, dim: int) -> str | tuple[str, ...] | None:
-        """Returns the axes that split a dim, all of them or none."""
-        axes = tuple(axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1)
-        if not axes or dim % math.prod(self.shape.sizes[axis] for axis in axes):
-            return None
-        return axes if len(axes) > 1 else axes[0]
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
         over_stages = name == "stages" or (name == "vocab" and self.vocab_over_stages)
@@ -90,13 +93,13 @@ class Rules:
 
     def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
         """Returns the dim that fsdp shards: d_model, or else the largest that divides."""
-        own = _own_dims(names, dims)
-        if len(own) < 2:  # a vector: gathering it costs more than keeping it
+        matrix_dims = _own_dims(names, dims)
+        if len(matrix_dims) < 2:  # a vector: gathering it costs more than keeping it
             return None
         if FSDP_NAME in names:
             dim = names.index(FSDP_NAME)
             return dim if dims[dim] % self.shape.sizes["fsdp"] == 0 else None
-        free = [i for i in own if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0]
+        free = [i for i in matrix_dims if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0]
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
@@ -104,8 +107,8 @@ class Rules:
         names = _padded(names, dims)
         faults = []
         for name, dim in zip(names, dims, strict=True):
-            axes = [axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1]
-            size = math.prod(self.shape.sizes[axis] for axis in axes)
+            axes = tuple(axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1)
+            size = self._size(axes)
             if dim % size and not (name == "kv_heads" and size % dim == 0):
                 faults.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
         fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2

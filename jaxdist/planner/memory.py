@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.optim import optimizers
 from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
-from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model import BlockInfo, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
@@ -199,7 +199,7 @@ class _Step:
         return itemsize * sum(parts)
 
     def _elements(self, dims: Sequence[int], where: P) -> int:
-        return math.prod(_local(dims, where, self.rules))
+        return math.prod(self.rules.shard_dims(where, dims))
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
         """Returns the elements of the (trained) output head, gathered from fsdp; or of its vocabulary."""
@@ -208,7 +208,7 @@ class _Step:
         if not tables:
             return 0
         dims, names = tables[-1]  # with tied embeddings there is one
-        local = _local(dims, self.rules.computed(names, dims), self.rules)
+        local = self.rules.shard_dims(self.rules.computed(names, dims), dims)
         return local[names.index("vocab")] if vocabulary else math.prod(local)
 
     def _gathered_once(self) -> int:
@@ -219,13 +219,6 @@ class _Step:
 def _sample_tokens(run: RunConfig, rules: Rules) -> int:
     """Returns a sample's tokens on a device; samples that are no text are counted whole."""
     return run.batch.sequence_length // rules.shape.sizes["context"] if run.data.is_text else 1
-
-
-def _local(dims: Sequence[int], where: P, rules: Rules) -> tuple[int, ...]:
-    """Returns a device's part of an array's dims."""
-    parts = [math.prod(rules.shape.sizes[axis] for axis in axes_in(entry)) for entry in where]
-    parts += [1] * (len(dims) - len(parts))
-    return tuple(d // n for d, n in zip(dims, parts, strict=True))
 
 
 # --- one block ------------------------------------------------------------------------------------
@@ -263,7 +256,7 @@ def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, plat
 def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str) -> Block:
     named = {path: v for path, v in spec.named_parameters().items() if path.startswith("blocks/")}
     whole = [x.shape[1:] for x, _ in named.values()]
-    local = [_local(x.shape[1:], rules.computed(n, x.shape[1:]), rules) for x, n in named.values()]
+    local = [rules.shard_dims(rules.computed(n, x.shape[1:]), x.shape[1:]) for x, n in named.values()]
     try:
         forward, residuals = _jaxprs(run, spec, local, length, policy)
     except (TypeError, ValueError):  # the block reads sizes elsewhere than off its weights
