@@ -54,9 +54,7 @@ def memory(config: MeshConfig, devices: int, remat: str):
     fields = dict.fromkeys(("tokens", "targets", "positions"), ((BATCH, LENGTH), jnp.int32))
     fields |= {"weights": ((BATCH, LENGTH), jnp.float32), "sample": ((BATCH,), jnp.int32)}
     batch = {name: jax.ShapeDtypeStruct(*field) for name, field in fields.items()}
-    where = step.batch_shardings(batch)
-    placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()}
-    return step.step.lower(step.abstract_state, placed).compile().memory_analysis()
+    return step.step.lower(step.abstract_state, step.abstract_batch(batch)).compile().memory_analysis()
 
 
 def main() -> None:

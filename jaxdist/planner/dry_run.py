@@ -78,12 +78,8 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     Raises:
       ConfigError: the compiler refuses it, as a device's memory does not hold it.
     """
-    batch = build.batch_shapes(run, run.batch.global_size)
-    where = built.batch_shardings(batch)
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in batch.items()
-    }
-    lowered = built.step.lower(built.abstract_state, abstract)
+    batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
+    lowered = built.step.lower(built.abstract_state, batch)
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

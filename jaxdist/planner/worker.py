@@ -88,9 +88,7 @@ def lower(run: run_config.RunConfig, devices: Any, platform: str) -> tuple[jax.s
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
-    batch = build.batch_shapes(run, run.batch.global_size)
-    where = built.batch_shardings(batch)
-    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in batch.items()}
+    batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
     return mesh, traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +24,9 @@ from jaxdist.protocols import param_names
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step import model_checks
-from jaxdist.step.gradients import build_objective, build_pipelined, sum_gradients
+from jaxdist.step.gradients import Objective, build_objective, build_pipelined, sum_gradients
 from jaxdist.step.state import Metrics, OptState, State
-from jaxdist.step.update import apply_stats, apply_update, build_update_rule
+from jaxdist.step.update import UpdateRule, apply_stats, build_update_rule
 
 INIT, STEPS = 0, 1  # what the seed's first fold is for
 
@@ -44,7 +45,8 @@ class StepConfig:
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
 
 
-class TrainStep(NamedTuple):
+@dataclass(frozen=True)
+class TrainStep:
     """A built step. All functions are jitted; arrays have the given shardings."""
 
     step: Any  # (State, Batch) -> (State, Metrics); the state is donated
@@ -54,7 +56,22 @@ class TrainStep(NamedTuple):
     abstract_state: State  # ShapeDtypeStructs with their shardings
     shardings: State
     views: CheckpointViews
-    batch_shardings: Callable[[Mapping[str, Any]], dict[str, NamedSharding]]
+    mesh: Mesh
+    rules: Rules
+
+    def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
+        """Returns each batch entry's sharding: samples over the batch axes, [B, S] over context."""
+
+        def of(x) -> NamedSharding:
+            names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
+            return NamedSharding(self.mesh, self.rules.activation(names, x.shape))
+
+        return {name: of(x) for name, x in batch.items()}
+
+    def abstract_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes, dtypes and shardings of a global batch, from arrays or their shapes."""
+        where = self.batch_shardings(batch)
+        return {name: _with_sharding(x, where[name]) for name, x in batch.items()}
 
 
 class CheckpointViews(NamedTuple):
@@ -83,23 +100,59 @@ def build_train_step(
       ConfigError: a parameter's dim that its mesh axis does not divide; or, when the step is traced, a
         model that cannot be trained so.
     """
-    cut, flat = config.staging, spec
-    stages = cut.stages if cut else 1
-    if found := list(model_checks.faults(spec, stages=stages)):
-        raise ConfigError(found)
-    rule = build_update_rule(optimizer, schedule, spec)
-    spec = cut.staged_spec(spec) if cut else spec
-    placement.place(spec.named_parameters(), rules)
-    abstract = jax.eval_shape(lambda: _fresh_state(spec, cut, rule.transform, config))
-    specs = _state_specs(spec, abstract, rules)
+    cut = config.staging
+    if faults := list(model_checks.faults(spec, stages=cut.stages if cut else 1)):
+        raise ConfigError(faults)
+    staged = cut.staged_spec(spec) if cut else spec
+    rule = build_update_rule(
+        optimizer, schedule, spec, ema_decay=config.ema_decay, names=staged.stacked_names
+    )
+    placement.place(staged.named_parameters(), rules)
+    fresh = partial(_fresh_state, staged, cut, rule.transform, config)
+    abstract = jax.eval_shape(fresh)
+    specs = _state_specs(staged, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
-    objective = build_objective(spec, compute=config.compute, remat=config.remat)
-    pipelined = _pipelined(spec, config, backward=True)
-    scored = _pipelined(spec, config, backward=False) or objective
+    objective = build_objective(staged, compute=config.compute, remat=config.remat)
+    inspect = _build_inspect(spec, staged, objective, rule, mesh, rules, config)
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        return inspect(state, batch)[:2]
+
+    whole = NamedSharding(mesh, P())
+    return TrainStep(
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
+        init=jax.jit(
+            lambda given=None: fresh(given),
+            donate_argnums=() if cut else 0,  # stages take other buffers
+            out_shardings=shardings,
+            compiler_options=_for_one_run(mesh),
+        ),
+        inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
+        evaluate=jax.jit(_build_evaluate(staged, objective, mesh, rules, config)),
+        abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
+        shardings=shardings,
+        views=_views(cut, abstract, shardings),
+        mesh=mesh,
+        rules=rules,
+    )
+
+
+def _build_inspect(
+    flat: ModelSpec,
+    spec: ModelSpec,
+    objective: Objective,
+    rule: UpdateRule,
+    mesh: Mesh,
+    rules: Rules,
+    config: StepConfig,
+) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
+    """Returns the step that hands out its gradients, too; `flat` is the spec without stages."""
+    cut, accumulation = config.staging, config.accumulation
+    stages, pipelined = cut.stages if cut else 1, _pipelined(spec, config, backward=True)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if found := model_checks.check_model(flat, batch, accumulation=config.accumulation, stages=stages):
-            raise ConfigError(found)
+        if faults := model_checks.check_model(flat, batch, accumulation=accumulation, stages=stages):
+            raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             sums = sum_gradients(
@@ -109,18 +162,21 @@ def build_train_step(
                 state.frozen,
                 batch,
                 key,
-                accumulation=config.accumulation,
+                accumulation=accumulation,
                 names=spec.stacked_names,
                 pipelined=pipelined,
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
-            after = apply_update(state, sums, batch, rule, config, spec)
-            return *after, gradients
+            return *rule.apply(state, sums, batch), gradients
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        after, metrics, _ = inspect(state, batch)
-        return after, metrics
+    return inspect
+
+
+def _build_evaluate(
+    spec: ModelSpec, objective: Objective, mesh: Mesh, rules: Rules, config: StepConfig
+) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
+    scored = _pipelined(spec, config, backward=False) or objective
 
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with execution.activate(mesh, rules, compute=config.compute):
@@ -128,22 +184,7 @@ def build_train_step(
             loss = scored(weights, state.model_state, state.frozen, batch, None)[1].loss
         return loss.sum, loss.count
 
-    whole = NamedSharding(mesh, P())
-    return TrainStep(
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
-        init=jax.jit(
-            lambda given=None: _fresh_state(spec, cut, rule.transform, config, given),
-            donate_argnums=() if cut else 0,  # stages take other buffers
-            out_shardings=shardings,
-            compiler_options=_for_one_run(mesh),
-        ),
-        inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
-        evaluate=jax.jit(evaluate),
-        abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
-        shardings=shardings,
-        views=_views(cut, abstract, shardings),
-        batch_shardings=lambda batch: _batch_shardings(batch, mesh, rules),
-    )
+    return evaluate
 
 
 def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
@@ -235,16 +276,6 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
         jax.jit(cut.staged, out_shardings=shardings, donate_argnums=0),
         jax.tree.map(_with_sharding, shapes, flat),
     )
-
-
-def _batch_shardings(batch: Mapping[str, Any], mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Returns each batch entry's sharding: samples over the batch axes, [B, S] over context."""
-
-    def of(x) -> NamedSharding:
-        names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
-        return NamedSharding(mesh, rules.activation(names, x.shape))
-
-    return {name: of(x) for name, x in batch.items()}
 
 
 def _with_sharding(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:

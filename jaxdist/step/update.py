@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,66 +22,91 @@ from jaxdist.step.gradients import Sums
 from jaxdist.step.state import Metrics, OptState, State
 
 
-class UpdateRule(NamedTuple):
-    """How gradients become updates."""
+@dataclass(frozen=True)
+class UpdateRule:
+    """How summed gradients become the next state."""
 
     transform: optax.GradientTransformation
     schedule: Schedule | None  # None: the rate is the transformation's own
     clip: float  # largest global norm of gradients; 0 = no limit
+    ema_decay: float  # of the moving average of weights; 0 = none
+    names: Tree  # logical names of the trained parameters, as the step holds them
+
+    def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
+        """Returns the state after one update by summed gradients, unchanged if they are not finite."""
+        count, loss = sums.loss.count, sums.loss
+        norm = optax.tree.norm(sums.gradients) / count
+        updates, rate, moments = self._updates(state, sums, norm)
+        trainable = optax.apply_updates(state.trainable, updates)
+        ema = self._averaged(state.ema, trainable)
+        good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
+        skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
+        trainable = where_finite(good, trainable, state.trainable)
+        good = after_params_updated(good, trainable) if execution.current().mesh else good
+        metrics = {
+            "loss": loss.sum / count,
+            "grad_norm": norm,
+            **({} if rate is None else {"learning_rate": rate}),
+            "tokens": _count_tokens(batch, norm),
+            "skipped": skipped,
+            **{f"aux/{name}": value / count for name, value in loss.aux.items()},
+        }
+        after = State(
+            state.step + 1,
+            trainable,
+            state.frozen,
+            where_finite(good, sums.model_state, state.model_state),
+            OptState(where_finite(good, moments, state.opt_state.optimizer), skipped),
+            where_finite(good, ema, state.ema),
+        )
+        return after, metrics
+
+    def _updates(self, state: State, sums: Sums, norm: jax.Array) -> tuple[Tree, jax.Array | None, Tree]:
+        """Returns what to add to the parameters, the learning rate, and the optimizer's next state."""
+        count = sums.loss.count
+        scale = jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count if self.clip else 1 / count
+        gradients = _as_state(jax.tree.map(lambda g: g * scale, sums.gradients), self.names)
+        updates, moments = self.transform.update(gradients, state.opt_state.optimizer, state.trainable)
+        # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
+        rate = self.schedule(state.step) if self.schedule else None
+        updates = _as_state(updates, self.names)
+        return updates if rate is None else jax.tree.map(lambda u: u * rate, updates), rate, moments
+
+    def _averaged(self, ema: Tree, trainable: Tree) -> Tree:
+        """Returns the moving average with the new parameters in it; None without one."""
+        if ema is None:
+            return None
+        return jax.tree.map(lambda e, p: e + (1 - self.ema_decay) * (p - e), ema, trainable)
 
 
 def build_update_rule(
-    optimizer: OptimizerConfig | optax.GradientTransformation, schedule: Schedule | None, spec: ModelSpec
+    optimizer: OptimizerConfig | optax.GradientTransformation,
+    schedule: Schedule | None,
+    spec: ModelSpec,
+    *,
+    ema_decay: float,
+    names: Tree,
 ) -> UpdateRule:
+    """Returns the rule of a configured optimizer, or of one of optax, which is used as it is.
+
+    Args:
+      spec: with flat blocks.
+      names: logical names of the trained parameters, as the step holds them.
+    """
     if not isinstance(optimizer, OptimizerConfig):
-        return UpdateRule(optimizer, None, 0.0)
+        return UpdateRule(optimizer, None, 0.0, ema_decay, names)
     transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
-    return UpdateRule(transform, schedule, optimizer.clip_norm)
+    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names)
 
 
-def apply_update(state, found, batch, rule: UpdateRule, config, spec) -> tuple[State, Metrics]:
-    """Returns the state after one update by summed gradients, unchanged if they are not finite."""
-    transform, schedule, clip = rule
-    count, loss = found.loss.count, found.loss
-    norm = optax.tree.norm(found.gradients) / count
-    scale = jnp.minimum(1, clip / jnp.maximum(norm, 1e-30)) / count if clip else 1 / count
-    gradients = _as_state(jax.tree.map(lambda g: g * scale, found.gradients), spec.stacked_names)
-    updates, new = transform.update(gradients, state.opt_state.optimizer, state.trainable)
-    # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
-    rate = schedule(state.step) if schedule else None
-    updates = _as_state(updates, spec.stacked_names)
-    updates = jax.tree.map(lambda u: u * rate, updates) if schedule else updates
-    trainable = optax.apply_updates(state.trainable, updates)
-    ema = state.ema
-    if ema is not None:
-        ema = jax.tree.map(lambda e, p: e + (1 - config.ema_decay) * (p - e), ema, trainable)
-    good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
-    skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-    trainable = where_finite(good, trainable, state.trainable)
-    good = after_params_updated(good, trainable) if execution.current().mesh else good
+def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
+    """Returns how many targets have a weight, or samples where none has; known only after the norm.
 
-    metrics = {
-        "loss": loss.sum / count,
-        "grad_norm": norm,
-        **({"learning_rate": rate} if schedule else {}),
-        # Known only after the norm: a sum over devices that depends on nothing may run before or beside
-        # those in the layers' loop (XLA on CPU), and processes that differ in that mix up their messages.
-        "tokens": jnp.sum((batch["weights"] > 0) & ~(norm < -1)) if "weights" in batch else _samples(batch),
-        "skipped": skipped,
-        **{f"aux/{name}": value / count for name, value in loss.aux.items()},
-    }
-    after = State(
-        state.step + 1,
-        trainable,
-        state.frozen,
-        where_finite(good, found.model_state, state.model_state),
-        OptState(where_finite(good, new, state.opt_state.optimizer), skipped),
-        where_finite(good, ema, state.ema),
-    )
-    return after, metrics
-
-
-def _samples(batch: Batch) -> jax.Array:
+    A sum over devices that depends on nothing may run before or beside those in the layers' loop (XLA on
+    CPU), and processes that differ in that mix up their messages.
+    """
+    if "weights" in batch:
+        return jnp.sum((batch["weights"] > 0) & ~(norm < -1))
     return jnp.int32(next(iter(batch.values())).shape[0])
 
 

@@ -139,8 +139,7 @@ def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dic
     size = config.batch.global_size
     rows = dataset.train_batch(0, size, slice(0, 1))
     whole = {n: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for n, x in rows.items()}
-    where = built.batch_shardings(whole)
-    return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in whole.items()}
+    return built.abstract_batch(whole)
 
 
 # --- going back ---------------------------------------------------------------------------------

@@ -89,12 +89,7 @@ def compile_layout(
             if spec.streams and this.batch.accumulation > 1:
                 raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
             built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
-            where = built.batch_shardings(batch)
-            inputs = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name])
-                for name, x in batch.items()
-            }
-            step = built.inspect.lower(built.abstract_state, inputs)
+            step = built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
             start = None if stored in programs.init else built.init.lower()
         programs.built[precision], programs.params[precision] = built, stored
         programs.inspect[precision] = step.compile(compiler_options=options)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,3 +185,18 @@ def test_losses_in_every_accepted_form():
     assert (float(pair.sum), float(pair.count), pair.aux) == (6.0, 3.0, {})
     full = as_loss(Loss(1.0, 2.0, {"balance": 3.0}, {"load": 4.0}), batch)
     assert full.aux["balance"].dtype == jnp.float32 and float(full.stats["load"]) == 4.0
+
+
+def test_a_step_is_traced_once_for_its_compilation_and_all_its_calls():
+    built = step_of(MIXED)
+    chex.clear_trace_counter()
+    once = chex.assert_max_traces(built.step.__wrapped__, n=1)
+    step = jax.jit(once, donate_argnums=0, out_shardings=(built.shardings, None))
+    batch = batch_of()
+    step.lower(built.abstract_state, built.abstract_batch(batch)).compile()
+    state, placed = built.init(), jax.device_put(batch, built.batch_shardings(batch))
+    for _ in range(3):
+        state, metrics = step(state, placed)
+    assert state.step == 3 and metrics["loss"] > 0
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step.lower(state, batch_of(batch=4))

@@ -7,6 +7,7 @@ JSON, windows of batches that are left out from the beginning; FAULTY_CACHE, the
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import runpy
@@ -211,7 +212,7 @@ def install() -> None:
 
     def build_step(*given, **options):
         built = build(*given, **options)
-        return built._replace(step=Recorded(built.step, orders))
+        return dataclasses.replace(built, step=Recorded(built.step, orders))
 
     def start(store, step, *given):
         orders.due(IN_SAVE, step)

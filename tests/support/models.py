@@ -119,11 +119,7 @@ def program_of(
     """Returns the compiled train step, its HLO and its memory per device."""
     built = step_of(layout, model, step, optimizer)
     example = batch_of(model, batch, length)
-    where = built.batch_shardings(example)
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in example.items()
-    }
-    compiled = built.step.lower(built.abstract_state, abstract).compile(FAST_COMPILE)
+    compiled = built.step.lower(built.abstract_state, built.abstract_batch(example)).compile(FAST_COMPILE)
     return Program(compiled, hlo.parse(compiled.as_text()), compiled.memory_analysis(), built)
 
 

@@ -1,5 +1,6 @@
 """`verify`: layouts that are equal are found equal, one that is not is found out."""
 
+import dataclasses
 import json
 import math
 
@@ -223,7 +224,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
         def inspect(state, batch):
             return built.inspect(state, batch | {"weights": batch["weights"].at[1].set(0.0)})
 
-        return built._replace(inspect=jax.jit(inspect))
+        return dataclasses.replace(built, inspect=jax.jit(inspect))
 
     monkeypatch.setattr(runner.build, "build_step", planted)
     run = quickstart(**{"optimizer.name": "sgd"})

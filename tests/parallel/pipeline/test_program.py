@@ -20,10 +20,7 @@ from support.programs import collectives, loop_bodies, reachable, stage_dependen
 
 def abstract_inputs(built: TrainStep, case: Case):
     """Returns the state and the batch, abstract."""
-    example = batch_for(case)
-    where = built.batch_shardings(example)
-    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[n]) for n, x in example.items()}
-    return built.abstract_state, batch
+    return built.abstract_state, built.abstract_batch(batch_for(case))
 
 
 def traced(case: Case, remat: str = "none"):

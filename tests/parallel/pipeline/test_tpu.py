@@ -77,11 +77,9 @@ def _compile(name: str) -> dict:
         name: jax.ShapeDtypeStruct(dims, "float32" if name == "weights" else "int32")
         for name in ("tokens", "targets", "weights", "positions")
     } | {"sample": jax.ShapeDtypeStruct(dims[:1], "int32")}
-    where = built.batch_shardings(example)
-    example = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in example.items()
-    }
-    traced = (built.inspect if inspects else built.step).trace(built.abstract_state, example)
+    traced = (built.inspect if inspects else built.step).trace(
+        built.abstract_state, built.abstract_batch(example)
+    )
     reads, conditionals, _ = stage_dependent_predicates(traced.jaxpr.jaxpr)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
