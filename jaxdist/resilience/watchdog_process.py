@@ -175,7 +175,8 @@ class WatchdogProcess:
         waits = self.processes > 1 and any(name in main for name in _WAITS)
         level = any(other.place == beat.place for other in self._others().values())
         patient = level and not stopped and (waits or _RESULT in main)
-        time.sleep(3 * _LEVEL_S * patient)  # the guilty one speaks, and ends, first
+        # The guilty one speaks, and ends, first: if it holds the interpreter lock, _LEAVE_S later.
+        time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
         events = MetricsWriter(Path(self.folder))
         for number, where in sorted(guilty.items()):
             fields = _fields(where) | {"process": number, "reported_by": self.process}
