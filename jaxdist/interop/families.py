@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from jaxdist.interop import config_rules as rule
 
 LAYER = "blocks/"  # what our stacks begin with
+Shapes = Mapping[str, tuple[int, ...]]  # of our parameters, by path
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Stored:
     parts: tuple[TensorPart, ...]
     axis: int = 0
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Returns its shape, from those of our parameters."""
         parts = [part.stored_shape(shapes[part.path]) for part in self.parts]
         total = sum(shape[self.axis] for shape in parts)
         return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
 
-    def offset(self, part: TensorPart, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    def offset(self, part: TensorPart, shapes: Shapes) -> int:
         """Returns where on the axis a part begins."""
         before = self.parts[: self.parts.index(part)]
         return sum(other.stored_shape(shapes[other.path])[self.axis] for other in before)

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import LAYER, Family, Stored, TensorPart
+from jaxdist.interop.families import LAYER, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, different, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -29,9 +29,7 @@ _SHOWN = 12  # faults of a kind that are spelt out
 _Index = tuple[slice, ...]
 
 
-def open_weights(
-    folder: Path | str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> Tensors:
+def open_weights(folder: Path | str, values: Mapping[str, Any], shapes: Shapes) -> Tensors:
     """Returns the tensors of a folder for a transformer of these values, with parameters of these shapes.
 
     Raises:
@@ -93,7 +91,7 @@ class Tensors:
         """Returns the bytes of each file."""
         return {file: (self.folder / file).stat().st_size for file in self._files()}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Shapes) -> None:
         """Raises ConfigError unless the tensors are exactly those of parameters with these shapes."""
         wanted = stored_shapes(self.family, shapes)
         faults = unmapped(self.family, shapes)
@@ -192,7 +190,7 @@ def _runs(group: str, dims: Mapping[str, int], where: Mapping[str, tuple[int, in
     return [slice(*run) for run in runs]
 
 
-def stored_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def stored_shapes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every tensor of a model whose parameters have these shapes."""
     return {
         stored.name.format(layer): stored.shape(shapes)

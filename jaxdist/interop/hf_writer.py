@@ -25,7 +25,7 @@ from jaxdist.checkpoint import fingerprint, manifest
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
 from jaxdist.interop import hf_config
-from jaxdist.interop.families import LAYER, Family
+from jaxdist.interop.families import LAYER, Family, Shapes
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 
 KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
@@ -94,7 +94,7 @@ def export(
     target: Path,
     family: Family,
     fields: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     read: Callable[[str], np.ndarray],
     *,
     dtype: str,
@@ -125,7 +125,7 @@ def export(
 
 
 def _create_files(
-    target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, max_shard_bytes: int
+    target: Path, shapes: Shapes, dtype: str, max_shard_bytes: int
 ) -> tuple[dict[str, np.ndarray], int]:
     """Creates files of zeros and their index; returns a mapped array for each tensor, and all their bytes."""
     code, kind = _DTYPES[dtype]

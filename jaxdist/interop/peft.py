@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import Family, Stored, TensorPart
+from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.models.lora import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,7 +48,7 @@ def write(
     family: Family,
     config: LoraConfig,
     adapters: Mapping[str, np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     base: str,
 ) -> int:
@@ -88,9 +88,7 @@ def write(
     return sum(x.nbytes for x in tensors.values())
 
 
-def read(
-    folder: Path | str, family: Family, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, np.ndarray]:
+def read(folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes) -> dict[str, np.ndarray]:
     """Returns our A and B by path, as float32, from a folder that PEFT or `write` wrote.
 
     Targets that the folder does not adapt keep A = B = 0.
