@@ -1,4 +1,4 @@
-"""`python -m jaxdist.train --config NAME`: train, or go on where the workdir's run stopped."""
+"""`python -m jaxdist.train --config NAME`: train, or resume the run of the workdir."""
 
 from __future__ import annotations
 

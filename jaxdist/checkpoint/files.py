@@ -2,7 +2,7 @@
 
     <folder>/<step>/state/...            the arrays, written by Orbax (OCDBT, zarr)
     <folder>/<step>/metadata/metadata    JSON: format, step, arrays {name: dtype, shape}, run {...}
-    <folder>/<step>/manifest.json        checksums of all files (see `integrity`); written last
+    <folder>/<step>/manifest.json        checksums of all files (see `manifest`); written last
     <folder>/<step>.unfinished           a marker: this step is being written or deleted
     <folder>/<step>.orbax-checkpoint-tmp what Orbax has not committed (yet)
     quarantine/<step>/, <step>.json      a step that cannot be trusted, and the reason

@@ -303,7 +303,7 @@ class CheckpointManager:
           partial: whether the state may lack some of what is stored; that is not read.
 
         Raises:
-          layout.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
+          state_dict.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
           CheckpointError: there is no (usable) checkpoint; `steps` says why for each one tried.
         """
         _require_shardings(state_dict.to_canonical(abstract_state))

@@ -1,7 +1,7 @@
-"""Hugging Face folders in and out.
+"""Hugging Face folders: import and export.
 
-`families` are the tables (with `rules`, those of config.json), read in both directions: by `derivation`
-config.json <-> the transformer's values, by `reading` and `writing` tensors <-> its parameters.
+`families` are the tables (with `config_rules`, those of config.json), read in both directions: by `hf_config`
+config.json <-> the transformer's values, by `hf_reader` and `hf_writer` tensors <-> its parameters.
 """
 
 from jaxdist.interop.families import FAMILIES

@@ -1,7 +1,7 @@
 """How fields of a Hugging Face config.json and the transformer's values give each other.
 
 A rule reads some fields and gives some values; written backwards, it gives the fields that it would
-read those values from (or ones that come near: `derivation` reads back what was written and compares).
+read those values from (or ones that come near: `hf_config` reads back what was written and compares).
 Fields have the older spelling where there are two (rope_theta and rope_scaling, not rope_parameters):
 transformers 4 and 5 read that.
 """

@@ -103,7 +103,7 @@ def export(
     """Writes weights and config.json for `from_pretrained`; returns the bytes of the tensors.
 
     Args:
-      fields: config.json as `derivation.fields_of` made it.
+      fields: config.json as `hf_config.fields_of` made it.
       shapes: of our parameters, by path; `read` gives each of them.
       dtype: "float32" or "bfloat16".
 

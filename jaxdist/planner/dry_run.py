@@ -1,4 +1,4 @@
-"""What a run would be, before it is: batch, shardings, flags and memory, with nothing allocated."""
+"""The dry run: batch arithmetic, shardings, flags and memory; nothing is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: verdict, layout, memory, communication, time, advice.
+"""The text of a plan: verdict, layout, memory, communication, time, advice.
 
 Drawn from the plan's JSON: what a person sees and what a program reads are the same numbers.
 """

@@ -1,4 +1,4 @@
-"""What training carries from step to step, and what is known of it before it exists."""
+"""A model before its arrays exist: shapes, logical names, what is trained and what is frozen."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ModelSpec:
 
     @property
     def period(self) -> int:
-        """Returns the number of blocks after which their kinds repeat (see `models.staged`)."""
+        """Returns the number of blocks after which their kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
 
     @property
@@ -176,7 +176,7 @@ def describe(
 
     Args:
       frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
-      rules: (path regex, names of the dims): see `naming.rename`.
+      rules: (path regex, names of the dims): see `param_names.rename`.
 
     Raises:
       ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.

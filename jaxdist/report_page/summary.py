@@ -1,4 +1,4 @@
-"""What a workdir says about its run, read for people: the run, its state, its key figures."""
+"""A summary of the run in a workdir: its state and its key figures."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: three digits and a unit."""
+"""Numbers as text: three digits and a unit."""
 
 
 def count_text(value: float, digits: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""What a finished run leaves for people: a sample of what the model says, and the report."""
+"""The last files of a finished run: a sample of text and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline's stages will do: ticks, bubble, shares of the work, and what would be better.
+"""A pipeline before it runs: ticks, bubble, shares of the work, and settings that would be faster.
 
 All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or compiled.
 """

@@ -1,4 +1,4 @@
-"""Where a run goes on from: its beginning, its newest checkpoint, or, after a fault, an older one."""
+"""Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its config, and what may change when it goes on."""
+"""The folder of a run: its lock, its config, and what may change on resume."""
 
 from __future__ import annotations
 

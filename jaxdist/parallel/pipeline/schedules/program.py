@@ -1,4 +1,4 @@
-"""What the executor needs: buffer slots, rows and runs, compiled from a schedule's table.
+"""What the executor reads: buffer slots, rows and runs, compiled from a schedule's table.
 
 The order of things in a tick, all stages in lockstep; a step is left out where nobody needs it:
 

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds, and a picture of it.
+"""Simulates a schedule: its time, its bubble, the inputs it keeps; and draws it.
 
 Lockstep with uniform flags, as the executor runs: in a tick every stage does what any stage does,
 at the pace of the slowest, and a stage without an op computes chunk 0 for nothing.
