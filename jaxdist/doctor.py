@@ -23,9 +23,8 @@ from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import count_slices
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
+from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import cli
-
-GIB = 2**30
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -155,7 +154,7 @@ def _text(path: str, value: object) -> str:
         return f"{value / 1e12:g} TFLOP/s"  # type: ignore[operator]
     if "bytes_per_s" in path:
         return f"{value / 1e9:g} GB/s"  # type: ignore[operator]
-    return f"{value / GIB:.2f} GiB" if "bytes" in path else str(value)  # type: ignore[operator]
+    return gib_text(value) if "bytes" in path else str(value)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

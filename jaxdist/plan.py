@@ -25,7 +25,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.planner import search, show, targets
-from jaxdist.planner.plan import Plan, make_plan, outline
+from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, workdir
 
 MOST_CHECKED = 3  # edits that --fix compiles
@@ -48,19 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
         if flags.search:
             ranking = search.search(run, target, say=say)
             code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
-            found = replace(plan, **more).to_json()
-            found["search"] = {name: value for name, value in ranked.items() if name != "winner"}
+            report = replace(plan, **more).to_json()
+            report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         else:
             plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say, **more)
-            code, found = plan.exit_code, plan.to_json()
+            code, report = plan.exit_code, plan.to_json()
     if ranked:
         search.show(ranked, console, _run_words(arguments or sys.argv))
-    show.show(found, console)
+    show.show(report, console)
     if folder:
-        workdir.write_json(folder / "plan.json", found)
-        workdir.write_text(folder / "plan.txt", show.as_text(found))  # what `report` shows
+        workdir.write_json(folder / "plan.json", report)
+        workdir.write_text(folder / "plan.txt", show.as_text(report))  # what `report` shows
     if flags.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(report, indent=1))
     return code
 
 
@@ -68,7 +68,7 @@ def _first(ranking: search.Ranking) -> Plan:
     """Returns the winner's plan; if none fits the nearest's; if none was compiled what arithmetic says."""
     if ranking.compiled:
         return ranking.compiled[0].plan
-    plan, _, _ = outline(ranking.others[0][0].run, ranking.target)
+    plan, _, _ = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
     return replace(plan, exit_reason=f"not compiled: {ranking.stopped}")
 
 

@@ -63,15 +63,15 @@ def _devices(count: int) -> Sequence[jax.Device]:
     os.environ.update(platform_flags.flag_environment(platform, os.environ))
     if platform == "cpu":
         _emulate(count)
-    found = jax.devices()[:count]
-    if len(found) < 2:
+    devices = jax.devices()[:count]
+    if len(devices) < 2:
         raise ConfigError(
-            f"there is one {found[0].device_kind}, layouts need two devices; "
+            f"there is one {devices[0].device_kind}, layouts need two devices; "
             f"set JAX_PLATFORMS=cpu to compare on {count} emulated devices"
         )
-    if len(found) < count:
-        print(f"--devices {count}: {len(found)} are there and used", file=sys.stderr)
-    return found
+    if len(devices) < count:
+        print(f"--devices {count}: {len(devices)} are there and used", file=sys.stderr)
+    return devices
 
 
 def _emulate(count: int) -> None:

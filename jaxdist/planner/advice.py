@@ -19,11 +19,11 @@ from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import CannotTell
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import build, validation
+from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
-LEAST = 0.01  # of the peak: what saves less is no advice
-SURE = 0.95  # of the capacity: what an account may be off by is left free
+MIN_SAVING = 0.01  # of the peak: what saves less is no advice
+SAFE_SHARE = 0.95  # of the capacity: what an account may be off by is left free
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ def edits(
     """
     peak = memory.accounted_peak(components)
     # The compiler's number may be of a program that it could not finish, so lower than the peak.
-    short = max(peak, needed_bytes or 0) - int(SURE * capacity_bytes) if capacity_bytes else None
+    short = max(peak, needed_bytes or 0) - int(SAFE_SHARE * capacity_bytes) if capacity_bytes else None
     found: list[Edit] = []
 
     @functools.cache
     def saving(override: str) -> int | None:
-        return _saving(run, target, override, peak)
+        return _bytes_saved(run, target, override, peak)
 
     for override, note in _candidates(run, rules.shape, short, saving):
         saves = saving(override)
-        if saves is not None and saves >= LEAST * peak:
+        if saves is not None and saves >= MIN_SAVING * peak:
             found.append(Edit(override, saves, note, None if short is None else saves >= short))
-    found += _larger(run, target, peak, short)
+    found += _larger_hardware(run, target, peak, short)
     if short and short > 0 and not any(edit.enough for edit in found if edit.override):
-        found = [*_joined(run, target, found, peak, short), *found]
+        found = [*_combined(run, target, found, peak, short), *found]
     return found
 
 
@@ -119,12 +119,11 @@ def _edited(run: RunConfig, override: str) -> RunConfig:
 # --- candidates -----------------------------------------------------------------------------------
 
 
-def _saving(run: RunConfig, target: Target, override: str, peak: int) -> int | None:
+def _bytes_saved(run: RunConfig, target: Target, override: str, peak: int) -> int | None:
     """Returns what an override saves; None if the run is then not legal."""
-    slices = target.num_slices if target.platform == "tpu" else None
     try:
         edited = _edited(run, override)
-        _, rules, spec = validation.validate_on(edited, target.num_devices, slices, with_data=False)
+        _, rules, spec = targets.validate_for(edited, target)
     except ConfigError:
         return None
     return peak - memory.accounted_peak(memory.components(edited, spec, rules, target))
@@ -194,7 +193,7 @@ def _stronger_remat(run: RunConfig, staged: bool) -> Iterator[tuple[str, str]]:
         yield f"{field}=full", forward_again if not staged else "same losses; layers run a third time"
 
 
-def _joined(run: RunConfig, target: Target, found: Sequence[Edit], peak: int, short: int) -> list[Edit]:
+def _combined(run: RunConfig, target: Target, found: Sequence[Edit], peak: int, short: int) -> list[Edit]:
     """Returns the edits taken together, in order, until they are enough; [] if they never are."""
     taken: dict[str, str] = {}
     best, notes = 0, list[str]()
@@ -203,7 +202,7 @@ def _joined(run: RunConfig, target: Target, found: Sequence[Edit], peak: int, sh
         if not words or taken.keys() & words.keys():
             continue
         override = " ".join(f"{name}={value}" for name, value in (taken | words).items())
-        saves = _saving(run, target, override, peak)
+        saves = _bytes_saved(run, target, override, peak)
         if saves is None or saves <= best:
             continue
         taken, best, notes = taken | words, saves, [*notes, edit.cost_note]
@@ -212,7 +211,7 @@ def _joined(run: RunConfig, target: Target, found: Sequence[Edit], peak: int, sh
     return []
 
 
-def _larger(run: RunConfig, target: Target, peak: int, short: int | None) -> list[Edit]:
+def _larger_hardware(run: RunConfig, target: Target, peak: int, short: int | None) -> list[Edit]:
     """Returns the next larger hardware of the family that takes the run."""
     family, _, sizes = target.text.partition(":")
     dims = [int(n) for n in sizes.split("x")]
@@ -223,8 +222,8 @@ def _larger(run: RunConfig, target: Target, peak: int, short: int | None) -> lis
             larger = targets.parse(f"{family}:{'x'.join(map(str, grown))}")
         except ConfigError:
             continue
-        saves = _saving(run, larger, "", peak)
-        if saves is not None and saves >= LEAST * peak:
+        saves = _bytes_saved(run, larger, "", peak)
+        if saves is not None and saves >= MIN_SAVING * peak:
             factor = math.ceil(larger.num_chips / target.num_chips)
             note = f"same losses; {factor} x the chips"
             return [Edit("", saves, note, None if short is None else saves >= short, on=larger.text)]

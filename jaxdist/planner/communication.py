@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import get_args
 
 import numpy as np
 
 from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
 from jaxdist.parallel.mesh import MeshShape
+from jaxdist.planner import formulas
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import time_text
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS: tuple[str, ...] = get_args(formulas.Collective)
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
@@ -60,9 +62,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one execution of the bandwidth-optimal algorithm."""
-        n = self.group_size
-        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(self.kind, (n - 1) / n)
-        return share * self.bytes
+        return formulas.wire_bytes(self.kind, self.bytes, self.group_size)
 
     @property
     def wire_s(self) -> float:
@@ -142,7 +142,7 @@ class _Reader:
         types = [part for operand in self._operands(inner) for part in operand.types]
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
-        told = self._told(run, outer, inner)
+        source = self._source(run, outer, inner)
         between = sorted(steps[begins + 1 : ends], key=lambda step: -step.cycles)
         return Collective(
             kind=kind,
@@ -154,8 +154,8 @@ class _Reader:
             asynchronous=ends > begins,
             in_loop=bool(run.loops),
             what=self._what(kind, axis, run, outer, types),
-            module=_python(self.module.stack(told)),
-            phase=_phase(told.op_name),
+            module=_python(self.module.stack(source)),
+            phase=_phase(source.op_name),
             name=outer.name,
             computation=run.computation,
             begins=begins,
@@ -168,16 +168,16 @@ class _Reader:
         operands = collective.operands[: 1 if collective.opcode == "send" else None]
         return [self.around[id(collective)][operand] for operand in operands]
 
-    def _told(self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
+    def _source(self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
         """Returns an instruction that says where a collective comes from: it, or what it was made of."""
         if inner.op_name and not outer.op_name:
             return inner
         steps, step = self.module.computations[run.computation], outer
         for _ in range(8):
-            source = steps.get(next(iter(step.operands), ""))
-            if step.op_name or source is None:
+            operand = steps.get(next(iter(step.operands), ""))
+            if step.op_name or operand is None:
                 break
-            step = source
+            step = operand
         return step
 
     def _axis(self, group: np.ndarray, step: hlo.Instruction) -> str:

@@ -6,6 +6,7 @@ is shown only when it fails.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.metadata
 import json
@@ -26,10 +27,10 @@ from jaxdist import config as configs
 from jaxdist.config import ConfigError, extras
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.targets import Target
+from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
-GIB = 2**30
 # Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated without it.
 WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -178,13 +179,11 @@ def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str,
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that make a program."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def check_versions(platform: str) -> Iterator[str]:
@@ -195,10 +194,10 @@ def check_versions(platform: str) -> Iterator[str]:
     """
     modules: dict[str, tuple[str, ...]] = {"tpu": ("libtpu",), "gpu": CUDA_PLUGINS}
     wanted = modules.get(platform, ())
-    found = [name for name in wanted if find_spec(name)]
-    if wanted and not found:
+    installed = [name for name in wanted if find_spec(name)]
+    if wanted and not installed:
         extras.require(wanted[0])
-    here, names = versions(), [name.replace("_", "-") for name in found]
+    here, names = versions(), [name.replace("_", "-") for name in installed]
     for fault in version_faults({package: here.get(package) for package in PACKAGES}):
         if fault.partition(" ")[0] in names:
             yield f"{fault}; until then the program may not be printable"
@@ -215,8 +214,8 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
     if _numbers(jaxlib) != _numbers(jax_version):
         faults.append(f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}")
     for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        if (found := versions[plugin]) and _numbers(found) != _numbers(jaxlib):
-            faults.append(f"{plugin} {found} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
+        if (version := versions[plugin]) and _numbers(version) != _numbers(jaxlib):
+            faults.append(f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
     wanted, libtpu = required_libtpu(importlib.metadata.requires("jax") or []), versions["libtpu"]
     if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
         faults.append(
@@ -282,8 +281,7 @@ def _watch(
     finally:
         child.kill()
         code = child.wait()
-    text = "" if fault else _read(folder / "result.json")
-    if text:
+    if not fault and (text := _read(folder / "result.json")):
         return json.loads(text) | {"child_peak_bytes": peak}
     end = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
     return {"error": fault or f"the compiler's process {end} while {stage or 'starting'}"}

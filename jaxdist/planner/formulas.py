@@ -62,14 +62,14 @@ def state_bytes(num_parameters: float, policy: Policy, *, shards: int = 1, zero:
 # --- Communication -------------------------------------------------------------------------------
 
 
-def wire_bytes(kind: Collective, payload: float, members: int) -> float:
+def wire_bytes(kind: str, payload: float, members: int) -> float:
     """Returns what each member of a ring sends for one collective.
 
     `payload` is the whole array: an all-gather's result, the operand of the others. A ring passes N - 1 of
     its N chunks on, an all-reduce twice: reduce-scatter, then all-gather.
     """
     if kind == "collective-permute":
-        return payload if members > 1 else 0.0
+        return float(payload) if members > 1 else 0.0
     return (2 if kind == "all-reduce" else 1) * payload * (members - 1) / members
 
 

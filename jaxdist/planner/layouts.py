@@ -22,10 +22,10 @@ from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.planner import formulas, memory
-from jaxdist.planner.targets import Link, Target
-from jaxdist.planner.timing import attention_share
+from jaxdist.planner.targets import Link, Target, validate_for
+from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import build, validation
+from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
@@ -132,18 +132,17 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
       ConfigError: no mesh is legal.
     """
     legal, faults, spec, error = [], Counter[str](), None, ConfigError("no mesh is legal")
-    slices = target.num_slices if target.platform == "tpu" else None
     for mesh in _meshes(run.mesh, target):
         tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1))
         if mesh.pipeline > 1:
             flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
             tried = replace(tried, pipeline=flow)
         try:
-            shape, _, spec = validation.validate_on(tried, target.num_devices, slices, with_data=False)
+            shape, _, spec = validate_for(tried, target)
             legal.append((tried, shape))
-        except ConfigError as found:
-            error = found
-            faults[re.sub(r"\d+", "N", found.faults[0].partition("; ")[0])] += 1
+        except ConfigError as refusal:
+            error = refusal
+            faults[re.sub(r"\d+", "N", refusal.faults[0].partition("; ")[0])] += 1
     if spec is None:
         raise error
     return legal, dict(faults.most_common()), spec
@@ -202,8 +201,8 @@ def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
 
 def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
     """Returns the candidate with its peak by `memory`: milliseconds, once a block's shapes are traced."""
-    found = memory.components(one.run, spec, _rules(one.run, one.shape, spec), target)
-    return replace(one, accounted_bytes=memory.accounted_peak(found))
+    components = memory.components(one.run, spec, _rules(one.run, one.shape, spec), target)
+    return replace(one, accounted_bytes=memory.accounted_peak(components))
 
 
 def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
@@ -212,8 +211,8 @@ def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
 
 def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
     """Returns the bytes of optimizer state per parameter."""
-    found = memory.moments(run, spec, _rules(run, shape, spec), target)["update"].get("optimizer state", 0)
-    return found * math.prod(shape.sizes[axis] for axis in STATE_AXES) / spec.parameter_count
+    size = memory.moments(run, spec, _rules(run, shape, spec), target)["update"].get("optimizer state", 0)
+    return size * math.prod(shape.sizes[axis] for axis in STATE_AXES) / spec.parameter_count
 
 
 def depth_of(spec: ModelSpec) -> int:
@@ -227,7 +226,7 @@ class _Model:
 
     def __init__(self, run: RunConfig, target: Target, spec: ModelSpec, moments: float):
         self.target, self.moments, chip = target, moments, target.chip
-        self.peak = (chip and (chip.peak(run.precision.compute) or chip.peak("bfloat16"))) or 1e12
+        self.peak = products_peak(target, run.precision.compute) or 1e12
         self.hbm = chip.hbm_bytes_per_s if chip else math.inf
         self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf
         dtypes = run.precision.params, run.precision.compute

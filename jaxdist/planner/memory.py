@@ -44,8 +44,8 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
       spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
-    found = moments(run, spec, rules, target)
-    peak = max(found.values(), key=accounted_peak)
+    by_moment = moments(run, spec, rules, target)
+    peak = max(by_moment.values(), key=accounted_peak)
     return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
 
 
@@ -107,7 +107,7 @@ class _Step:
         layer's gradients together: all of them are there when half of the forward values are gone.
         The head's is reduced after the layers.
         """
-        block, found = self.block, self._around_backward()
+        block, sizes = self.block, self._around_backward()
         gathered = self._gathered_once() or sum(block.weights) * self.compute
         work = self.times * block.working
         unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
@@ -117,16 +117,16 @@ class _Step:
             gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
         layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
         if self.cut:
-            found["unreduced gradients"] = 0  # a tick reduces the head's for itself
+            sizes["unreduced gradients"] = 0  # a tick reduces the head's for itself
             layer_gradients //= self.cut.config.chunks
             if self.policy == "layers":
                 work += self.cut.dims[2] * self.x_kept  # a chunk's inputs, taken from their slots
             else:
                 work += self.cut.dims[2] * self.times * sum(size for _, size in block.kept)
-        return found | {
-            "gradients": found["gradients"] + layer_gradients,
+        return sizes | {
+            "gradients": sizes["gradients"] + layer_gradients,
             "gathered weights": gathered,
-            "unreduced gradients": found["unreduced gradients"] + unreduced,
+            "unreduced gradients": sizes["unreduced gradients"] + unreduced,
             "working set": work,
         }
 
@@ -154,14 +154,14 @@ class _Step:
             return {"pipeline slots": slots * self.x_kept}
         depth = self.spec.depth if self.block.kept else 0
         offloaded = remat.named_in(self.policy)["offload"]
-        found: Components = {}
+        kept: Components = {}
         for name, size in self.block.kept:
             size *= depth * self.times
             if name == remat.INPUT and self.rules.sequence_parallel:
                 size //= self.rules.shape.sizes["tensor"]
             key = HOST if name in offloaded else f"saved: {name}"
-            found[key] = found.get(key, 0) + size
-        return found
+            kept[key] = kept.get(key, 0) + size
+        return kept
 
     # --- parameters and state -------------------------------------------------------------------
 

@@ -22,12 +22,13 @@ from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import build, pipeline_report, validation
+from jaxdist.telemetry.units import gib_text
+from jaxdist.trainer import build, pipeline_report
 from jaxdist.trainer.run_config import RunConfig
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need the rest.
-USABLE = 0.92
+GPU_USABLE_SHARE = 0.92
 _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 Say = Callable[[str], None]
 
@@ -125,15 +126,15 @@ def make_plan(
       ConfigError: the run cannot be laid out on the target.
       MissingExtra: the target's compiler is not installed.
     """
-    plan, rules, spec = outline(run, target)
+    plan, rules, spec = plan_by_arithmetic(run, target)
     plan = replace(plan, tokens=tokens or plan.tokens, price_per_chip_hour=price_per_chip_hour)
-    say(f"by arithmetic {_gib(memory.accounted_peak(plan.components))} of a device's memory")
+    say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
     try:
         compiled = compile_run(run, target, options, say=say)
         plan = _with_compiled(plan, compiled, rules, spec)
     except DoesNotFit as refusal:
         needed, known = refusal.needed_bytes, refusal.capacity_bytes
-        reason = f"the compiler refuses it: {_gib(needed)} needed, {_gib(known)} to be had"
+        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(known)} to be had"
         plan = replace(plan, fits=False, peak_bytes=needed, capacity_bytes=known, exit_reason=reason)
     except CannotTell as silence:
         tail = f"; the end of its log:\n{silence.tail}" if silence.tail else ""
@@ -146,14 +147,13 @@ def make_plan(
     return replace(plan, advice=edits)
 
 
-def outline(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
+def plan_by_arithmetic(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
     """Returns what arithmetic alone says, with the run's rules and spec.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
     """
-    slices = target.num_slices if target.platform == "tpu" else None
-    shape, rules, spec = validation.validate_on(run, target.num_devices, slices, with_data=False)
+    shape, rules, spec = targets.validate_for(run, target)
     plan = Plan(
         run,
         target,
@@ -177,7 +177,7 @@ def capacity(target: Target) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // target.num_devices
     if target.chip is None:
         return None
-    return int(target.chip.capacity_bytes * (USABLE if target.platform == "gpu" else 1))
+    return int(target.chip.capacity_bytes * (GPU_USABLE_SHARE if target.platform == "gpu" else 1))
 
 
 def is_held(compiled: Compiled, target: Target) -> bool:
@@ -190,7 +190,7 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
     """Returns components and advice for a run that ran out of memory on its devices; compiles nothing."""
     reason = error.splitlines()[0]
     try:
-        plan, rules, spec = outline(run, targets.parse("here", devices))
+        plan, rules, spec = plan_by_arithmetic(run, targets.parse("here", devices))
     except ConfigError:  # devices that cannot be planned for
         return f"{reason}\nraise mesh.fsdp or batch.accumulation, or set remat.policy=full"
     plan = replace(plan, fits=False, exit_reason=reason)
@@ -204,7 +204,7 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
 def _with_compiled(plan: Plan, compiled: Compiled, rules: Rules, spec: ModelSpec) -> Plan:
     """Returns the plan with what the compiled step shows: fit, collectives, time."""
     peak, known, notes = compiled.peak_bytes, plan.capacity_bytes, list(compiled.notes)
-    reason = f"peak {_gib(peak)} of {_gib(known) if known else 'unknown'} that a step may use"
+    reason = f"peak {gib_text(peak)} of {gib_text(known) if known else 'unknown'} that a step may use"
     plan = replace(
         plan, compiled=compiled, peak_bytes=peak, fits=is_held(compiled, plan.target), exit_reason=reason
     )
@@ -275,11 +275,7 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
 
 def _collective(one: Collective) -> dict[str, Any]:
     places = ("group", "computation", "begins", "ends")  # in the program's text
-    found = {name: value for name, value in asdict(one).items() if name not in places}
+    values = {name: value for name, value in asdict(one).items() if name not in places}
     # No time is a link that is not modelled.
-    found |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}
-    return found | {"link": one.link.name if one.link else None}
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    values |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}
+    return values | {"link": one.link.name if one.link else None}

@@ -87,10 +87,10 @@ def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Sugge
 
     rest = total // tensor // pipeline
     share = num_parameters / (tensor * pipeline)
-    zero = next((z for z in range(4) if _fits(share, target, "float32", rest, z)), 3) if rest > 1 else 3
+    zero = next((z for z in range(4) if _fits(share, target, rest, z)), 3) if rest > 1 else 3
     what = ("nothing", "optimizer state", "gradients, too", "weights, too")[zero]
     say.append(f"data {rest}: the rest; ZeRO {zero} shards {what}" if rest > 1 else "data 1: nothing is left")
-    if not _fits(share, target, "float32", rest, zero):
+    if not _fits(share, target, rest, zero):
         needed = devices_needed(num_parameters, FOR_STATE * _memory(target))
         say.append(f"does not fit: at 12 bytes a parameter it takes {needed} devices")
     sharded = rest if zero else 1
@@ -118,8 +118,8 @@ def _torus(target: Target, tokens_per_device: float | None) -> Suggestion:
     return Suggestion(mesh, 1, tuple(say))
 
 
-def _fits(num_parameters: float, target: Target, policy: str, shards: int, zero: int) -> bool:
-    state = formulas.state_bytes(num_parameters, formulas.POLICIES[policy], shards=shards, zero=zero)
+def _fits(num_parameters: float, target: Target, shards: int, zero: int) -> bool:
+    state = formulas.state_bytes(num_parameters, formulas.POLICIES["float32"], shards=shards, zero=zero)
     return state <= FOR_STATE * _memory(target)
 
 

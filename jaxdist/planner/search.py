@@ -25,17 +25,16 @@ from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.telemetry.units import time_text
+from jaxdist.telemetry.units import GIB, gib_text, time_text
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
-SURE = 0.02  # but they do rank variants of one, which share their errors
-ALIKE = 2  # finalists on the mesh axes of the fastest so far, at most; on other axes one
-ENOUGH = 24  # of each set of axes that fit, by arithmetic
-ROOM = 0.8  # of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on H100
-WORTH = 1.5  # times the fastest that fits: what arithmetic says is slower is not looked at further
-_GIB = 2**30
+VARIANT_TIE = 0.02  # but they do rank variants of one, which share their errors
+MAX_OF_LEADING_AXES = 2  # finalists on the mesh axes of the fastest so far, at most; on other axes one
+MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
+GPU_SHARE = 0.8  # of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on H100
+MAX_SLOWDOWN = 1.5  # times the fastest that fits: what arithmetic says is slower is not looked at further
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Compiled:
             return plan.exit_reason.partition("\n")[0]
         if not plan.fits:
             over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
-            return f"does not fit: {over / _GIB:.2f} GiB too much"
+            return f"does not fit: {gib_text(over)} too much"
         if self is best:
             return "the best"
         ratio = self.seconds / best.seconds
@@ -75,7 +74,7 @@ class Compiled:
             more = {name: s - best.plan.time.waterfall[name] for name, s in plan.time.waterfall.items()}
             name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
             text += f": {'-' if more[name] < 0 else '+'}{time_text(abs(more[name]))} {name}"
-        if ratio > 1 + TIE or (ratio > 1 + SURE and self.layout.shape == best.layout.shape):
+        if ratio > 1 + TIE or (ratio > 1 + VARIANT_TIE and self.layout.shape == best.layout.shape):
             return text
         simpler = self.layout.complexity > best.layout.complexity
         return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
@@ -125,24 +124,20 @@ class Ranking:
         }
 
     def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
-        guess = {
-            "step_s": one.estimate.step_s,
-            "bound_s": one.estimate.bound_s,
-            "peak_bytes": one.accounted_bytes,
-        }
-        guess |= asdict(one.estimate)
+        sums = {name: getattr(one.estimate, name) for name in ("step_s", "bound_s")}
+        guess = sums | {"peak_bytes": one.accounted_bytes} | asdict(one.estimate)
         row = {"layout": one.text, "overrides": one.overrides(self.run), "arithmetic": guess}
         if compiled is None:
             return row
-        plan, found = compiled.plan, compiled.plan.time
+        plan, time = compiled.plan, compiled.plan.time
         return row | {
             "fits": plan.fits,
             "step_s": compiled.seconds,
             "why": compiled.why(self.compiled[0]),
-            "band_s": found.band_s,
-            "waterfall": found.waterfall,
-            "mfu_causal": found.mfu_causal,
-            "tokens_per_s_per_chip": found.tokens_per_s_per_chip,
+            "band_s": time.band_s,
+            "waterfall": time.waterfall,
+            "mfu_causal": time.mfu_causal,
+            "tokens_per_s_per_chip": time.tokens_per_s_per_chip,
             "peak_bytes": plan.peak_bytes,
             "capacity_bytes": plan.capacity_bytes,
             "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
@@ -170,21 +165,21 @@ def search(
     """
     began, cpu = time.monotonic(), _cpu_seconds()
     meshes, illegal, spec = layouts.legal_meshes(run, target)
-    found = list(layouts.candidates(run, target, meshes, spec))
-    fitting, counts = _fitting(found, target, spec)
+    candidates = list(layouts.candidates(run, target, meshes, spec))
+    fitting, counts = _select_fitting(candidates, target, spec)
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
-    hunt = _Hunt(target, options or CompileOptions(), began + 60 * minutes, say)
-    stopped = hunt.compile_best(fitting, finalists)
+    compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say)
+    stopped = compiler.compile_best(fitting, finalists)
     tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
     depth = max(layouts.depth_of(spec), rules_of_thumb.MIN_LAYERS)
     rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens)
-    ruled = [one for one in fitting if _as_rule(one, rule)]
-    if ruled and hunt.has_time() and not any(_as_rule(one.layout, rule) for one in hunt.done):
-        hunt.compile(ruled[0])
-    ranked = _ranked(hunt.done)
+    ruled = [one for one in fitting if _follows_rule(one, rule)]
+    if ruled and compiler.has_time() and not any(_follows_rule(one.layout, rule) for one in compiler.done):
+        compiler.compile(ruled[0])
+    ranked = _ranked(compiler.done)
     tried = {id(one.layout) for one in ranked}
-    others = [(one, _left_out(one, ranked)) for one in fitting if id(one) not in tried]
-    compared = _compared(rule, found, fitting, ranked)
+    others = [(one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried]
+    compared = _compare_rule(rule, candidates, fitting, ranked)
     used = time.monotonic() - began, _cpu_seconds() - cpu
     return Ranking(run, target, ranked, others[: 2 * finalists], counts, illegal, compared, stopped, *used)
 
@@ -195,22 +190,24 @@ def _cpu_seconds() -> float:
     return math.fsum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _fitting(found: Sequence[Candidate], target: Target, spec: ModelSpec) -> tuple[list[Candidate], dict]:
+def _select_fitting(
+    candidates: Sequence[Candidate], target: Target, spec: ModelSpec
+) -> tuple[list[Candidate], dict]:
     """Returns the candidates that fit by arithmetic, the fastest first, and counts.
 
     If none does: the two that come nearest.
     """
     most, fitting = capacity(target) or math.inf, list[Candidate]()
     if target.platform == "gpu" and target.chip:
-        most = min(most, ROOM * target.chip.hbm_bytes)
+        most = min(most, GPU_SHARE * target.chip.hbm_bytes)
     larger = late = passed = 0
     kinds = Counter[tuple[str, ...]]()
-    possible = sorted((one for one in found if one.state_bytes <= most), key=_promise)
+    possible = sorted((one for one in candidates if one.state_bytes <= most), key=_by_arithmetic)
     for place, one in enumerate(possible):
-        if fitting and one.estimate.step_s > WORTH * fitting[0].estimate.step_s:
+        if fitting and one.estimate.step_s > MAX_SLOWDOWN * fitting[0].estimate.step_s:
             late = len(possible) - place
             break
-        if kinds[one.axes] == ENOUGH:
+        if kinds[one.axes] == MAX_FITTING_OF_AXES:
             passed += 1
             continue
         one = layouts.accounted(one, target, spec)
@@ -218,25 +215,25 @@ def _fitting(found: Sequence[Candidate], target: Target, spec: ModelSpec) -> tup
         larger += one.accounted_bytes > most
         fitting += [one] * (one.accounted_bytes <= most)
     counts = {
-        "layouts": len(found),
-        "with too much state": len(found) - len(possible),
+        "layouts": len(candidates),
+        "with too much state": len(candidates) - len(possible),
         "with too many activations": larger,
-        f"slower than {WORTH} x the fastest": late,
-        f"behind {ENOUGH} on the same axes": passed,
+        f"slower than {MAX_SLOWDOWN} x the fastest": late,
+        f"behind {MAX_FITTING_OF_AXES} on the same axes": passed,
         "fit": len(fitting),
     }
     if not fitting:
-        least = min(one.state_bytes for one in found)
-        near = (layouts.accounted(one, target, spec) for one in found if one.state_bytes <= 1.1 * least)
+        least = min(one.state_bytes for one in candidates)
+        near = (layouts.accounted(one, target, spec) for one in candidates if one.state_bytes <= 1.1 * least)
         fitting = sorted(near, key=attrgetter("accounted_bytes"))[:2]
     return fitting, counts
 
 
-def _promise(one: Candidate) -> tuple:
+def _by_arithmetic(one: Candidate) -> tuple:
     return one.estimate.step_s, one.complexity, one.state_bytes
 
 
-class _Hunt:
+class _Compiler:
     """Compiles candidates until time, number or hope is used up."""
 
     def __init__(self, target: Target, options: CompileOptions, ends: float, say: Callable[[str], None]):
@@ -267,7 +264,8 @@ class _Hunt:
                 for one in fitting
                 if one not in tried and one.estimate.bound_s < fastest and one.accounted_bytes < most
             ]
-            fresh = [one for one in hopeful if kinds[one.axes] < (ALIKE if one.axes == leader else 1)]
+            most_alike = {leader: MAX_OF_LEADING_AXES}
+            fresh = [one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)]
             if not fresh:
                 return "each set of axes was tried" if hopeful else "nothing else can be faster"
             if not self.has_time():
@@ -299,38 +297,40 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
         ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
         least = min(one.layout.complexity for one in ties)
         simple = [one for one in ties if one.layout.complexity == least]
-        equal = [one for one in simple if one.seconds <= (1 + SURE) * simple[0].seconds]
+        equal = [one for one in simple if one.seconds <= (1 + VARIANT_TIE) * simple[0].seconds]
         best = min(equal, key=lambda one: one.plan.peak_bytes or 0)
         fits = [best, *(one for one in fits if one is not best)]
     return [*fits, *rest]
 
 
-def _left_out(one: Candidate, ranked: Sequence[Compiled]) -> str:
+def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
     fits = [other.seconds for other in ranked if other.plan.fits]
     if fits and one.estimate.bound_s >= min(fits):
         return "cannot be faster"
     alike = sum(other.layout.axes == one.axes for other in ranked)
-    return f"{alike} on these axes were compiled" if alike >= ALIKE else "less promising"
+    return f"{alike} on these axes were compiled" if alike >= MAX_OF_LEADING_AXES else "less promising"
 
 
-def _as_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
+def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
     same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in BUILT)
     return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 
-def _compared(rule: rules_of_thumb.Suggestion, found, fitting, ranked: Sequence[Compiled]) -> dict[str, Any]:
+def _compare_rule(
+    rule: rules_of_thumb.Suggestion, candidates, fitting, ranked: Sequence[Compiled]
+) -> dict[str, Any]:
     """Returns the rule of thumb's layout and how it compares with the best."""
     said = {"overrides": list(rule.overrides), "reasons": list(rule.reasons)}
     for place, one in enumerate(ranked):
-        if _as_rule(one.layout, rule):
+        if _follows_rule(one.layout, rule):
             return said | {"verdict": f"with {one.layout.text}: {one.why(ranked[0])}", "place": place + 1}
-    alike = [one for one in fitting if _as_rule(one, rule)] or [one for one in found if _as_rule(one, rule)]
-    if not alike:
+    alike = ([one for one in group if _follows_rule(one, rule)] for group in (fitting, candidates))
+    if not (best := next(filter(None, alike), None)):
         return said | {"verdict": "not legal for this run", "place": None}
-    one = min(alike, key=_promise)
+    one = min(best, key=_by_arithmetic)
     verdict = f"not compiled; by arithmetic {time_text(one.estimate.step_s)}"
     verdict += f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best" if ranked else ""
-    return said | {"verdict": f"{verdict}, {one.state_bytes / _GIB:.1f} GiB of state", "place": None}
+    return said | {"verdict": f"{verdict}, {gib_text(one.state_bytes, 1)} of state", "place": None}
 
 
 def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
@@ -342,9 +342,9 @@ def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME"
             str(place) if compiled else "-",
             row["layout"],
             time_text(row["step_s"]) if compiled else "",
-            f"{(row['peak_bytes'] or 0) / _GIB:.1f}" if compiled else "",
+            f"{(row['peak_bytes'] or 0) / GIB:.1f}" if compiled else "",
             time_text(guess["step_s"]),
-            f"{guess['peak_bytes'] / _GIB:.1f}",
+            f"{guess['peak_bytes'] / GIB:.1f}",
             Text(row["why"]),
             style="" if compiled else "dim",
         )

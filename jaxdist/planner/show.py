@@ -8,14 +8,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import GIB, count_text, duration_text, percent_text, time_text
 
 Json = Mapping[str, Any]
 _VERDICTS = {
@@ -26,6 +26,11 @@ _VERDICTS = {
 _BAR = 24  # cells
 _MOST_ROWS = 14  # of collectives; the rest is summed
 _WAYS = {True: "behind compute", False: "in the open"}
+
+
+def _gib(size: float) -> str:
+    """Returns a size for a column in GiB."""
+    return f"{size / GIB:.2f}"
 
 
 def show(plan: Json, console: Console) -> None:
@@ -65,10 +70,9 @@ def new_table(*columns: str, headed: bool = True) -> Table:
     """Returns an empty table; a column that starts with ">" has its text at the right."""
     table = Table(box=None, show_header=headed, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
-        left = not name.startswith(">")
-        table.add_column(
-            name.lstrip(">"), justify="left" if left else "right", no_wrap=not left, overflow="fold"
-        )
+        right = name.startswith(">")
+        side: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(name.lstrip(">"), justify=side, no_wrap=right, overflow="fold")
     return table
 
 
@@ -84,14 +88,10 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     tree = new_table("", ">", "", headed=False)
     for depth, (axis, size) in enumerate(used):
         left //= size
-        link = layout["links"][axis]
-        branch = f"{'   ' * depth}└─ {axis} {size}"
-        speed = (
-            f"{link['name']}, {link['bytes_per_s'] / 1e9:.0f} GB/s each way"
-            if link["bytes_per_s"]
-            else link["name"]
-        )
-        tree.add_row(branch, f"{size} x {count_text(left)}" if left > 1 else f"{size} devices", speed)
+        link, rate = layout["links"][axis]["name"], layout["links"][axis]["bytes_per_s"]
+        speed = f"{link}, {rate / 1e9:.0f} GB/s each way" if rate else link
+        members = f"{size} x {count_text(left)}" if left > 1 else f"{size} devices"
+        tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, speed)
     if used:
         yield tree
     batch, length = layout["global_size"], layout["sequence_length"]
@@ -229,10 +229,7 @@ def _cost(cost: Json) -> Iterator[RenderableType]:
 def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
     table = new_table("set", ">saves GiB", "then", "at the cost of")
     for edit in edits:
-        words = " ".join(f"--config.{word}" for word in edit["override"].split())
-        table.add_row(
-            words or f"--on {edit['on']}", _gib(edit["saves_bytes"]), _outcome(edit), edit["cost_note"]
-        )
+        table.add_row(edit["words"], _gib(edit["saves_bytes"]), _outcome(edit), edit["cost_note"])
     if edits:
         yield table
 
@@ -242,10 +239,6 @@ def _outcome(edit: Json) -> str:
     if checked is not None:
         return "compiled: fits" if checked else "compiled: does not fit"
     return {True: "should fit", False: "not enough alone", None: ""}[enough]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def _bar(share: float) -> Text:

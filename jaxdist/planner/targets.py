@@ -25,7 +25,11 @@ from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.gpu_descriptions import gpu_description
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.trainer import validation
+from jaxdist.trainer.run_config import RunConfig
 
 _ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
 
@@ -131,6 +135,16 @@ def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
 def _arranged(target: Target, sizes: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
     shape = MeshShape(*(dict(zip(AXES, part, strict=True)) for part in (sizes, dcn)))
     return np.vectorize(lambda device: device.id)(mesh.arrange(shape, target.stand_ins()))
+
+
+def validate_for(run: RunConfig, target: Target) -> tuple[MeshShape, Rules, ModelSpec]:
+    """Returns `validation.validate_on` of a run, without its data, for a target's devices.
+
+    Raises:
+      ConfigError: the run cannot be laid out on the target.
+    """
+    slices = target.num_slices if target.platform == "tpu" else None
+    return validation.validate_on(run, target.num_devices, slices, with_data=False)
 
 
 # --- Parsing -------------------------------------------------------------------------------------

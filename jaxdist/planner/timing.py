@@ -37,6 +37,12 @@ def attention_share(target: Target, head_dim: int) -> float:
     return _ATTENTION_NARROW if wide and head_dim < 256 else _ATTENTION
 
 
+def products_peak(target: Target, compute: str) -> float | None:
+    """Returns the FLOP/s that products can reach; None where none is published."""
+    # TPU matrix units round float32 to bfloat16.
+    return (target.chip.peak(compute) or target.chip.peak("bfloat16")) if target.chip else None
+
+
 # What a GPU reaches of its datasheet, (matrix products, memory). On H100 products of bfloat16 reach 783
 # TFLOP/s at 4096^3 and 632 at 2048^3, of 989 (OpenXLA, xla/service/gpu/model/matmul_interpolator_data.h);
 # the shares of memory bandwidth are assumed.
@@ -105,24 +111,24 @@ def estimate(
     rules: Rules,
     target: Target,
     module: hlo.Module,
-    found: Sequence[Collective],
+    collectives: Sequence[Collective],
 ) -> Time:
     """Returns the time of a run's compiled step; see `estimate_program`."""
-    outlook = pipeline_report.estimate_pipeline(run, spec, rules)
+    pipeline = pipeline_report.estimate_pipeline(run, spec, rules)
     return estimate_program(
         module,
-        found,
+        collectives,
         target,
         tokens=run.batch.global_size * build.targets_per_sample(run),
         flops_per_token=model_flops(run, spec),
         compute=run.precision.compute,
-        bubble=outlook.simulation.bubble if outlook else 0.0,
+        bubble=pipeline.simulation.bubble if pipeline else 0.0,
     )
 
 
 def estimate_program(
     module: hlo.Module,
-    found: Sequence[Collective],
+    collectives: Sequence[Collective],
     target: Target,
     *,
     tokens: float,
@@ -135,7 +141,7 @@ def estimate_program(
     Exposed are synchronous collectives; on GPU, where all are asynchronous, what compute cannot cover.
 
     Args:
-      found: the program's collectives, with links.
+      collectives: the program's collectives, with links.
       tokens: of a step, all devices together.
       flops_per_token: model FLOPs by convention, "causal" and "full".
       compute: dtype of matrix products.
@@ -143,9 +149,7 @@ def estimate_program(
         a part of the time, not added to it.
     """
     rated = target.chip.peak(compute) if target.chip else None
-    # TPU matrix units round float32 to bfloat16.
-    peak = rated or (target.chip.peak("bfloat16") if target.chip else None)
-    if peak is None:
+    if (peak := products_peak(target, compute)) is None:
         return Time(f"unknown: no speed is published of {target.text}")
     kernels, gpu = attention_kernels(module), target.platform == "gpu"
     ranges = (_GPU_BEST, _GPU_WORST) if gpu else ((1.0, 1.0),)
@@ -153,9 +157,9 @@ def estimate_program(
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
     attention, middle = costs[0].attention_s, sum(cost.compute_s for cost in costs) / len(costs)
-    sync = math.fsum(one.step_s for one in found if not one.asynchronous)
-    wire = math.fsum(one.step_s for one in found if one.asynchronous)
-    hidden = _hidden(costs[0], found)
+    sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
+    wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
+    hidden = _hidden(costs[0], collectives)
     exposed = sync + (wire - hidden if gpu else 0.0)
     step = middle + attention + exposed
     executed = hlo_flops(module).total + sum(kernel.count * kernel.flops for kernel in kernels)
@@ -174,7 +178,7 @@ def estimate_program(
         waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
         uncovered_s=wire - hidden,
-        notes=tuple(_notes(module, kernels, found)),
+        notes=tuple(_notes(module, kernels, collectives)),
     )
 
 
@@ -198,9 +202,9 @@ def _sure(target: Target) -> str:
 _WINDOWED = 8  # permutes in loops, pipelines apart; fewer are edges that neighbours exchange
 
 
-def _notes(module: hlo.Module, kernels: Sequence[Kernel], found: Sequence[Collective]) -> Iterator[str]:
-    permutes = [o for o in found if o.kind == "collective-permute" and o.in_loop and o.axis != "pipeline"]
-    if len(permutes) >= _WINDOWED:
+def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[Collective]) -> Iterator[str]:
+    permutes = (o for o in collectives if o.kind == "collective-permute" and o.in_loop)
+    if sum(one.axis != "pipeline" for one in permutes) >= _WINDOWED:
         yield "matrix products are windowed, for which the compiler counts far too many cycles"
     runs = module.runs()
     if loops := sorted({run.loops[-1] for run in runs if not run.certain}):
@@ -309,13 +313,13 @@ class _Costs:
         return max(writes, 0) + sum(reads)
 
 
-def _hidden(costs: _Costs, found: Sequence[Collective]) -> float:
+def _hidden(costs: _Costs, collectives: Sequence[Collective]) -> float:
     """Returns the seconds a step of asynchronous communication that fit between start and done.
 
     One at a time on a link, in the order of the schedule; waiting delays nothing after it.
     """
     total = 0.0
-    pending = sorted((one for one in found if one.asynchronous), key=lambda one: one.begins)
+    pending = sorted((one for one in collectives if one.asynchronous), key=lambda one: one.begins)
     for name in dict.fromkeys(one.computation for one in pending):
         inside = costs.module.computations[name]
         clock = [0.0, *accumulate(costs.seconds(inside, step) for step in inside.values())]

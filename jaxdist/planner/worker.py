@@ -102,8 +102,8 @@ def compile_lowered(lowered: Any, flags: dict[str, Any], platform: str) -> dict[
             compiled = lowered.compile(compiler_options=taken)
             break
         except jax.errors.JaxRuntimeError as error:
-            if found := _OOM.search(str(error)):
-                needed, capacity = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+            if match := _OOM.search(str(error)):
+                needed, capacity = (round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3))
                 return {"does_not_fit": [needed, capacity]}
             more = [name for name in taken if _refuses(str(error), name)]
             if not more:
@@ -121,12 +121,12 @@ def _refuses(message: str, flag: str) -> bool:
     return f"option: '{flag}'" in message or fusion
 
 
-def _sizes(found: Any, platform: str) -> dict[str, int]:
-    sizes = {f"{name}_bytes": getattr(found, f"{name}_size_in_bytes") for name in _SIZES}
+def _sizes(analysis: Any, platform: str) -> dict[str, int]:
+    sizes = {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES}
     # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below them is right: they
     # do not all live at once.
     bound = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
-    peak = getattr(found, "peak_memory_in_bytes", 0)
+    peak = getattr(analysis, "peak_memory_in_bytes", 0)
     return sizes | {"peak_bytes": bound if platform == "cpu" else peak or bound}
 
 

@@ -1,5 +1,7 @@
 """Numbers as text: three digits and a unit."""
 
+GIB = 2**30
+
 
 def count_text(value: float, digits: int = 3) -> str:
     """Returns e.g. "1.35B", "845k" or "12"."""
@@ -7,6 +9,11 @@ def count_text(value: float, digits: int = 3) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.{digits}g}{unit}"
     return f"{value:.{digits}g}"
+
+
+def gib_text(num_bytes: float, digits: int = 2) -> str:
+    """Returns a size in GiB, e.g. "1.35 GiB"."""
+    return f"{num_bytes / GIB:.{digits}f} GiB"
 
 
 def time_text(seconds: float) -> str:

@@ -104,44 +104,41 @@ def layouts_for(run: RunConfig, num_devices: int) -> list[CaseLayout]:
     """Returns the layouts of so many devices that are proved, the config's own last."""
     n = num_devices
     samples = [axis for axis in BUILT if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
-    found = [CaseLayout(f"{axis} {n}", {f"mesh.{axis}": n}) for axis in samples]
-    found += [
-        CaseLayout(f"fsdp {n}, zero {stage}", {"mesh.fsdp": n, "mesh.zero": stage}) for stage in range(3)
-    ]
-    accumulate = {"mesh.fsdp": n, "batch.accumulation": ACCUMULATION}
-    found.append(CaseLayout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
+    layouts = [CaseLayout(f"{axis} {n}", {f"mesh.{axis}": n}) for axis in samples]
+    whole = {"mesh.fsdp": n}
+    layouts += [CaseLayout(f"fsdp {n}, zero {stage}", whole | {"mesh.zero": stage}) for stage in range(3)]
+    accumulate = whole | {"batch.accumulation": ACCUMULATION}
+    layouts.append(CaseLayout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
     if n % 2 == 0 and n > 2:
         half = {"mesh.fsdp": n // 2}
-        found += [
-            CaseLayout(f"tensor 2 x fsdp {n // 2}", half | {"mesh.tensor": 2}),
-            CaseLayout(
-                f"tensor 2 x fsdp {n // 2}, sequence parallel",
-                half | {"mesh.tensor": 2, "mesh.sequence_parallel": True},
-            ),
+        tensor, name = half | {"mesh.tensor": 2}, f"tensor 2 x fsdp {n // 2}"
+        layouts += [
+            CaseLayout(name, tensor),
+            CaseLayout(f"{name}, sequence parallel", tensor | {"mesh.sequence_parallel": True}),
             CaseLayout(f"2 slices x fsdp {n // 2}", half | {"mesh.data": 2, "mesh.dcn.data": 2}),
         ]
     if n % 4 == 0 and n > 4:
         sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
-        found.append(CaseLayout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
+        layouts.append(CaseLayout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
     if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
-        found += _pipelines(n, len(run.model.get("layer_pattern", "1")))
+        layouts += _pipelines(n, len(run.model.get("layer_pattern", "1")))
     grouped = {"model.num_kv_heads": 4} if hasattr(run.model_config, "tiny") else {}
-    found.append(CaseLayout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
-    return found + _own(run, n, found)
+    layouts.append(CaseLayout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
+    return layouts + _own(run, n, layouts)
 
 
 def _pipelines(num_devices: int, period: int) -> list[CaseLayout]:
     """Returns layouts with stages: plain, interleaved with a layer a place, beside fsdp and tensor."""
-    n, found = num_devices, []
+    n, layouts = num_devices, []
     if n % 2 == 0:
-        found.append(CaseLayout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
+        layouts.append(CaseLayout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
     if n % 4 == 0:
         chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8 * period}
         sizes = {"mesh.pipeline": 4, "mesh.data": n // 4}
-        found.append(CaseLayout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
+        layouts.append(CaseLayout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
         sizes = {"mesh.pipeline": 2, "mesh.fsdp": n // 4, "mesh.tensor": 2}
-        found.append(CaseLayout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
-    return found
+        layouts.append(CaseLayout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
+    return layouts
 
 
 def _own(run: RunConfig, num_devices: int, others: Sequence[CaseLayout]) -> list[CaseLayout]:
@@ -150,8 +147,8 @@ def _own(run: RunConfig, num_devices: int, others: Sequence[CaseLayout]) -> list
     own = {path: flat[path] for path in ONE_DEVICE}
     own["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
     known = math.prod(own[f"mesh.{axis}"] for axis in AXES if own[f"mesh.{axis}"] > 0)
-    own |= {p: num_devices // known for p in ONE_DEVICE if p in _SIZE_PATHS and own[p] == -1}
-    own |= {p: 1 for p in ONE_DEVICE if p.startswith("mesh.dcn.") and own[p] == -1}
+    own |= {f"mesh.{axis}": num_devices // known for axis in AXES if own[f"mesh.{axis}"] == -1}
+    own |= {f"mesh.dcn.{axis}": 1 for axis in AXES if own[f"mesh.dcn.{axis}"] == -1}
     own |= _own_pipeline(run, own)
     full = [ONE_DEVICE | dict(layout.overrides) for layout in others]
     if any(all(other.get(path) == own[path] for path in own) for other in full):
@@ -181,7 +178,6 @@ _REST = {
     "sequence parallel": "mesh.sequence_parallel",
     "accumulation": "batch.accumulation",
 }
-_SIZE_PATHS = frozenset(f"mesh.{axis}" for axis in AXES)
 
 
 # --- the batch and the starting point -------------------------------------------------------------

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -147,13 +147,7 @@ def verify_layouts(
       ConfigError: there is nothing to compare, or the config itself cannot be.
     """
     small, shrunk = shrink_config(run, len(devices))
-    wanted = [layout for layout in layouts_for(small, len(devices)) if only in layout.name]
-    if not wanted or len(devices) < 2:
-        names = "; ".join(layout.name for layout in layouts_for(small, len(devices)))
-        raise ConfigError(
-            f"no layout to compare with one device ({len(devices)} devices, only={only!r}); "
-            f"layouts here: {names}; emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
-        )
+    wanted = _wanted_layouts(small, len(devices), only)
     for line in shrunk:
         log(f"shrunk {line}")
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
@@ -161,9 +155,9 @@ def verify_layouts(
     # Which leaves to leave out is judged in float32, so that reference is always there.
     both = tuple(dict.fromkeys(("float32", *precisions)))
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        compiling = _Compiling(pool, small, devices, batch)
-        references = {v: compiling.start(dict(v), both, 1) for v in map(_variant, wanted)}
-        layouts = [compiling.start(x.overrides, precisions, len(devices)) for x in wanted]
+        start = partial(_start_compiling, pool, small, batch)
+        references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted)}
+        layouts = [start(layout.overrides, precisions, devices) for layout in wanted]
         expected = {v: _observe_all(f.result(), batch, small.seed) for v, f in references.items()}
         results, skipped = [], {}
         log(HEADER)
@@ -174,9 +168,9 @@ def verify_layouts(
                 skipped[layout.name] = str(error)
                 log(f"{layout.name:<{WIDTH}} cannot be: {error}")
                 continue
-            found = _compare_all(layout.name, seen, expected[_variant(layout)])
-            results += found
-            for result in found:
+            rows = _compare_all(layout.name, seen, expected[_variant(layout)])
+            results += rows
+            for result in rows:
                 log(row(result))
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
@@ -185,9 +179,21 @@ def verify_layouts(
     return Report(_about(small, devices, reference), tuple(results), skipped, shrunk, tuple(excluded))
 
 
+def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> list[CaseLayout]:
+    known = layouts_for(run, num_devices)
+    wanted = [layout for layout in known if only in layout.name]
+    if not wanted or num_devices < 2:
+        raise ConfigError(
+            f"no layout to compare with one device ({num_devices} devices, only={only!r}); layouts here: "
+            f"{'; '.join(layout.name for layout in known)}; emulate more devices with JAX_PLATFORMS=cpu and "
+            f"--devices 8"
+        )
+    return wanted
+
+
 def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
     excluded = rounding_alone(expected["float32"].gradients)
-    return [compare(name, p, found, expected[p], excluded) for p, found in seen.items()]
+    return [compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
 
 
 def _about(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
@@ -198,26 +204,22 @@ def _about(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Obs
         "model": dict(run.model),
         "optimizer": run.optimizer.name,
         "parameters": sum(x.size for x in seen["float32"].parameters.values()),
-        "loss": {precision: found.loss for precision, found in seen.items()},
+        "loss": {precision: observed.loss for precision, observed in seen.items()},
         "jax": jax.__version__,
     }
 
 
-@dataclass(frozen=True)
-class _Compiling:
-    """Starts compiling runs in threads."""
-
-    pool: ThreadPoolExecutor
-    run: RunConfig
-    devices: Sequence[jax.Device]
-    batch: Mapping[str, np.ndarray]
-
-    def start(
-        self, overrides: Mapping[str, Any], precisions: Sequence[FloatName], num_devices: int
-    ) -> Future[Programs]:
-        run = with_values(self.run, ONE_DEVICE | dict(overrides))
-        devices = self.devices[:num_devices]
-        return self.pool.submit(compile_layout, run, precisions, devices, self.batch)
+def _start_compiling(
+    pool: ThreadPoolExecutor,
+    run: RunConfig,
+    batch: Mapping[str, np.ndarray],
+    overrides: Mapping[str, Any],
+    precisions: Sequence[FloatName],
+    devices: Sequence[jax.Device],
+) -> Future[Programs]:
+    """Returns the programs to come of a run with these values of its layout."""
+    layout = with_values(run, ONE_DEVICE | dict(overrides))
+    return pool.submit(compile_layout, layout, precisions, devices, batch)
 
 
 def _variant(layout: CaseLayout) -> tuple[tuple[str, Any], ...]:

@@ -44,7 +44,7 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
         _, rules, spec = validation.validate_on(edited, target.num_devices, with_data=False)
         smaller = memory.accounted_peak(memory.components(edited, spec, rules, target))
         assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
-        assert edit.enough == (smaller <= advice.SURE * 15.75 * 2**30)
+        assert edit.enough == (smaller <= advice.SAFE_SHARE * 15.75 * 2**30)
 
 
 def test_an_edit_that_changes_the_losses_says_so(large):

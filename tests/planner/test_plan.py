@@ -17,7 +17,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.planner import compiler, show, targets
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
-from jaxdist.planner.plan import make_plan, outline
+from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.trainer import build, cli, run_config, trainer
 
 needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
@@ -182,7 +182,7 @@ def test_flags_are_those_of_train_and_the_users_win():
 
 def test_arithmetic_alone_knows_layout_and_parameters():
     run = run_of(TINY | {"mesh.fsdp": "8", "mesh.pipeline": "2", "batch.global_size": "64"})
-    found, _, spec = outline(run, targets.parse("v5p:2x2x4"))
+    found, _, spec = plan_by_arithmetic(run, targets.parse("v5p:2x2x4"))
     assert found.parameters == spec.parameter_count > 0 and found.shape.sizes["fsdp"] == 8
     assert found.pipeline["schedule"] == "1f1b" and 0 < found.pipeline["bubble"] < 1
     assert found.fits is None and found.compiled is None
