@@ -138,8 +138,8 @@ def _muon(config: OptimizerConfig, param_roles: optax.Params) -> optax.GradientT
 def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTransformation:
     """Returns weight decay, then a factor of the learning rate, each as a parameter's group has it."""
     paths = trees.flatten_names(mask)
-    if found := group_faults(config, paths):
-        raise ConfigError(found)
+    if unmatched := group_faults(config, paths):
+        raise ConfigError(unmatched)
     group = _groups_of(config, paths)
 
     def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
@@ -155,12 +155,12 @@ def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTran
 
 def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
     """Returns the groups that have none of the trained parameters with these paths."""
-    found = _groups_of(config, paths).values()
+    used = _groups_of(config, paths).values()
     return [
         f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
         f"{', '.join(list(paths)[:8])}"
         for number, (pattern, *_) in enumerate(config.groups)
-        if number not in found
+        if number not in used
     ]
 
 

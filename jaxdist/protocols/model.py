@@ -190,19 +190,19 @@ def scan_layers(
     def one_group(carry, items):
         leaves, structure = jax.tree.flatten(items)
         layers = [jax.tree.unflatten(structure, each) for each in zip(*map(jnp.unstack, leaves), strict=True)]
-        given = []
+        outputs = []
         for item, kind in list(zip(layers, pattern, strict=False))[::turn]:
             carry, out = body(carry, *item, kind)
-            given.append(out)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *given[::turn])
+            outputs.append(out)
+        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs[::turn])
 
-    whole, given = depth - depth % period, []
+    whole, outputs = depth - depth % period, []
     for start, stop, size in [(0, whole, period), (whole, depth, depth - whole)][::turn]:
         if start < stop:
             part = jax.tree.map(lambda x: x[start:stop].reshape(-1, size, *x.shape[1:]), items)  # noqa: B023
             carry, out = jax.lax.scan(one_group, carry, part, reverse=reverse)
-            given.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *given[::turn])
+            outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs[::turn])
 
 
 def staged_loss(

@@ -67,8 +67,8 @@ class ModelSpec:
             for path, value in (given or {}).items():
                 place: Any = functools.reduce(getattr, path.split(trees.SEPARATOR), model)
                 place.set_kernel(value) if hasattr(place, "set_kernel") else place.set_value(value)
-            found = _split(model, self.patterns)
-        return found.trainable, found.model_state, found.frozen
+            parts = _split(model, self.patterns)
+        return parts.trainable, parts.model_state, parts.frozen
 
     def state_of(self, model: nnx.Module) -> Tree:
         """Returns the model state that a model, assembled and then used, has come to.
@@ -76,11 +76,11 @@ class ModelSpec:
         Raises:
           ConfigError: it has another shape than before.
         """
-        found = trees.flatten_names(_split(model, self.patterns).model_state)
+        by_path = trees.flatten_names(_split(model, self.patterns).model_state)
 
         def kept(path, before):
             name = trees.join(path)
-            after = found.get(name)
+            after = by_path.get(name)
             if after is None or after.shape != before.shape:
                 now = "nothing" if after is None else after.shape
                 raise ConfigError(f"{name}: the model changed this state from {before.shape} to {now}")

@@ -63,8 +63,8 @@ def _parameters(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:
 
 
 def _names_of(path: str, variable: nnx.Variable, staged: bool) -> Names:
-    found = variable.get_metadata()
-    names = found.get("logical") or found.get("out_sharding") or found.get("sharding_names") or ()
+    metadata = variable.get_metadata()
+    names = metadata.get("logical") or metadata.get("out_sharding") or metadata.get("sharding_names") or ()
     if not names and staged and path.startswith("blocks/"):
         return (None,) * (variable.get_value().ndim - 1)
     return _own(tuple(name if isinstance(name, str) else None for name in names))
@@ -83,9 +83,9 @@ def rename(
     left out of what is returned.
     """
     parsed = [(p, tuple(None if name == "None" else name for name in text.split())) for p, text in rules]
-    found, faults = {}, list(_rule_faults(parsed, parameters))
+    names_of, faults = {}, list(_rule_faults(parsed, parameters))
     for path, x in parameters.items():
-        found[path] = own[path]
+        names_of[path] = own[path]
         number, what = _rule_of(path, parsed), f"its {len(x.shape)} dims {tuple(x.shape)}"
         if number is None:
             if len(own[path]) > len(x.shape):
@@ -99,8 +99,8 @@ def rename(
         elif split := set(names[:stack]) - {"layers", None}:
             faults.append(f"{rule} gives a stack dim of {path} {what} the name {split.pop()}; call it layers")
         else:
-            found[path] = _own(names[stack:])
-    return found, faults
+            names_of[path] = _own(names[stack:])
+    return names_of, faults
 
 
 def _rule_of(path: str, rules: Sequence[tuple[str, Names]]) -> int | None:

@@ -46,8 +46,8 @@ def check_model(
       batch: of arrays or of their shapes.
       stages: of a pipeline.
     """
-    if found := list(faults(spec, stages=stages)):
-        return found
+    if causes := list(faults(spec, stages=stages)):
+        return causes
     try:
         stats, changed = _trace(spec, batch)
     except ConfigError as error:
@@ -56,22 +56,24 @@ def check_model(
         return [_blame(spec, batch, error)]
     name = spec.model_class.__name__
     if stats and not callable(getattr(spec.model_class, "update", None)):
-        found.append(f"{name}.loss returns stats ({', '.join(stats)}), but {name} has no update(self, stats)")
+        causes.append(
+            f"{name}.loss returns stats ({', '.join(stats)}), but {name} has no update(self, stats)"
+        )
     parameters = [path for path in changed if path in spec.named_parameters()]
     if parameters:
-        found.append(
+        causes.append(
             f"{name}.loss changes parameters itself ({', '.join(parameters[:3])}); keep such values in an "
             f"nnx.Variable of another type than nnx.Param"
         )
     coupled = [path for path in changed if path not in parameters]
     if coupled and (accumulation > 1 or stages > 1):
-        asked = f"mesh.pipeline={stages}" if stages > 1 else f"batch.accumulation={accumulation}"
-        found.append(
-            f"{asked}: {name}.loss changes its state ({', '.join(coupled[:3])}) by the samples that it sees "
+        setting = f"mesh.pipeline={stages}" if stages > 1 else f"batch.accumulation={accumulation}"
+        causes.append(
+            f"{setting}: {name}.loss changes its state ({', '.join(coupled[:3])}) by the samples it sees "
             f"together, so parts of a step would not add up to the whole; set it to 1, or return sums in "
             f"`stats` and change the state in update(self, stats)"
         )
-    return found
+    return causes
 
 
 def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
@@ -85,8 +87,8 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
         return spec.arrays_of(model), loss
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
-    given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-    jaxpr = jax.make_jaxpr(run)(parts, given, jax.eval_shape(lambda: jax.random.key(0))).jaxpr
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    jaxpr = jax.make_jaxpr(run)(parts, shapes, jax.eval_shape(lambda: jax.random.key(0))).jaxpr
     paths = list(trees.flatten_names(parts))
     pairs = zip(paths, jaxpr.invars, jaxpr.outvars, strict=False)
     changed = [path for path, before, after in pairs if _origin(jaxpr, after) is not before]

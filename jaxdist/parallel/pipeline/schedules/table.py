@@ -134,10 +134,10 @@ _CELL = re.compile(r"(?:F(\d+)(?:\.(\d+))?)?\s*(?:B(\d+)(?:\.(\d+))?)?", re.ASCI
 
 def _read_for(path: Path, stages: int, microbatches: int, chunks: int) -> Schedule:
     schedule = read_schedule(path)
-    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    required = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     faults = [
         f"{path} is for {getattr(schedule, key)} {key}, the configuration has {value}"
-        for key, value in asked.items()
+        for key, value in required.items()
         if getattr(schedule, key) != value
     ]
     if faults := faults or [f"{path}: {fault}" for fault in check(schedule)]:
@@ -251,17 +251,17 @@ def check(schedule: Schedule) -> list[str]:
         f"tick {t}, stage {s}: {_WORDS[slot]} entry {table[t, s, slot]} is outside -1..{m * v - 1}"
         for t, s, slot in np.argwhere((table < -1) | (table >= m * v)).tolist()
     ]
-    found: dict[_Op, list[int]] = {}
+    ticks_of: dict[_Op, list[int]] = {}
     for t, s, slot in np.argwhere((table >= 0) & (table < m * v)).tolist():
         microbatch, chunk = divmod(int(table[t, s, slot]), v)
-        found.setdefault((slot, microbatch, chunk * p + s), []).append(t)
+        ticks_of.setdefault((slot, microbatch, chunk * p + s), []).append(t)
     wanted = [(slot, i, k) for slot in (FORWARD, BACKWARD) for i in range(m) for k in range(p * v)]
     for op in wanted:
-        ticks = found.get(op, [])
+        ticks = ticks_of.get(op, [])
         if len(ticks) != 1:
             where = f"stands in ticks {', '.join(map(str, ticks))}" if ticks else "is missing"
             faults.append(f"{_describe(op, p)} {where}; exactly once is required")
-    once = {op: ticks[0] for op, ticks in found.items()}
+    once = {op: ticks[0] for op, ticks in ticks_of.items()}
     late = [
         f"tick {once[op]}: {_describe(op, p)} needs {_describe(need, p)} in tick "
         f"{once[op] - delay} or before; it is in tick {once[need]}"
