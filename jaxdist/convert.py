@@ -56,9 +56,9 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         origin["max_position_embeddings"] = config.batch.sequence_length
     family, fields = interop.fields_of(config.model_options, origin)
     interop.copy_small_files(kept, target)
-    own = flags.source / TOKENIZER_FILE
-    if own.is_file() and not (target / TOKENIZER_FILE).is_file():
-        fields |= interop.copy_own_tokenizer(own, target)
+    trained_tokenizer = flags.source / TOKENIZER_FILE
+    if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
+        fields |= interop.copy_own_tokenizer(trained_tokenizer, target)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
     shapes, read = lora.unadapted(build.model_spec(config).abstract_model, weights.shapes, weights.read)
     dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)

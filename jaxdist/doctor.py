@@ -48,9 +48,9 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = chips.chip_for(kind)
-    found = versions()
+    installed = versions()
     known: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
-    known |= {package: found.get(package) for package in PACKAGES}
+    known |= {package: installed.get(package) for package in PACKAGES}
     return {
         "devices": {
             "platform": devices[0].platform if devices else None,

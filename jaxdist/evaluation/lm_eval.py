@@ -51,8 +51,8 @@ class RunModel(LM):
         for (stops, most, sampling), numbers in groups.items():
             prompts = [requests[i].args[0] for i in numbers]
             options: dict[str, Any] = dict(stops=stops, max_tokens=most, longest=self._longest)
-            found = self._run.complete(prompts, sampling=sampling, **options)
-            for i, text in zip(numbers, found, strict=True):
+            answers = self._run.complete(prompts, sampling=sampling, **options)
+            for i, text in zip(numbers, answers, strict=True):
                 texts[i] = text
         return texts
 
@@ -99,7 +99,7 @@ def evaluate_tasks(
     if unknown := [name for name in tasks if name not in known]:
         raise ConfigError([f"--tasks {name}: no such task.{suggest(name, known)}" for name in unknown])
     with contextlib.chdir(folder):  # where a task's data_files are looked for
-        found = simple_evaluate(
+        evaluated = simple_evaluate(
             RunModel(run, longest=longest, watch=watch),
             tasks=list(tasks),
             limit=limit,
@@ -107,4 +107,4 @@ def evaluate_tasks(
             log_samples=False,
             bootstrap_iters=0,
         )
-    return found["results"]
+    return evaluated["results"]

@@ -108,8 +108,8 @@ def _fitted(
     Raises:
       ConfigError: none does; the faults are those of the last mesh tried.
     """
-    own = [config.mesh] if config.mesh.pipeline == 1 else []  # one text at a time fills no pipeline
-    meshes = [mesh] if mesh else [*own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+    first = [config.mesh] if config.mesh.pipeline == 1 else []  # one text at a time fills no pipeline
+    meshes = [mesh] if mesh else [*first, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
     part = config.batch.global_size // config.batch.accumulation
     rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
@@ -160,14 +160,14 @@ class TrainedRun:
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
                 f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json"
             )
-        found = load_tokenizer(data.tokenizer, folder=self.folder)
+        tokenizer = load_tokenizer(data.tokenizer, folder=self.folder)
         vocab_size = self.config.vocab_size
-        if vocab_size is not None and found.vocab_size > vocab_size:
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer {data.tokenizer} has {found.vocab_size} ids, model.vocab_size is "
+                f"the tokenizer {data.tokenizer} has {tokenizer.vocab_size} ids, model.vocab_size is "
                 f"{vocab_size}; put the model's tokenizer.json into {self.folder}"
             )
-        return found
+        return tokenizer
 
     @functools.cached_property
     def _generate(self) -> Generate:
@@ -196,10 +196,10 @@ class TrainedRun:
         if num_samples < 1:
             raise ConfigError(f"num_samples={num_samples}: must be >= 1")
         rows = [ids for ids in map(self._encode, prompts) for _ in range(num_samples)]
-        found = self._continued(rows, range(len(rows)), max_tokens, sampling, seed)
+        answers = self._continued(rows, range(len(rows)), max_tokens, sampling, seed)
         samples = [
-            Sample(self._decode(ids, new.tokens), new.tokens, new.ended)
-            for ids, new in zip(rows, found, strict=True)
+            Sample(self._decode(ids, answer.tokens), answer.tokens, answer.ended)
+            for ids, answer in zip(rows, answers, strict=True)
         ]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
@@ -219,10 +219,10 @@ class TrainedRun:
         sampling = sampling or SamplingConfig()
         if sampling.end_token is None:
             sampling = dataclasses.replace(sampling, end_token=self.tokenizer.end_of_document)
-        size, found = self.config.batch.global_size, []
+        size, answers = self.config.batch.global_size, []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            found += self._generate(
+            answers += self._generate(
                 self.state.trainable,
                 self.state.model_state,
                 rows[part],
@@ -232,7 +232,7 @@ class TrainedRun:
                 samples=samples[part],
                 frozen=self.state.frozen,
             )
-        return found
+        return answers
 
     def complete(
         self,
@@ -264,13 +264,13 @@ class TrainedRun:
         size = _ROUND if any(stops) else most
         while running:
             size = min(size, most - done)
-            given = [np.concatenate([rows[i], new[i]]) for i in running]
-            found = self._continued(given, running, size, sampling, seed)
+            begun = [np.concatenate([rows[i], new[i]]) for i in running]
+            answers = self._continued(begun, running, size, sampling, seed)
             done, still = done + size, []
-            for i, one in zip(running, found, strict=True):
-                new[i] = np.concatenate([new[i], one.tokens])
+            for i, answer in zip(running, answers, strict=True):
+                new[i] = np.concatenate([new[i], answer.tokens])
                 texts[i], stopped = _until(self._answer(rows[i], new[i]), stops)
-                if not (stopped or one.ended or done == most):
+                if not (stopped or answer.ended or done == most):
                     still.append(i)
             running, size = still, 2 * size
         return texts
@@ -301,13 +301,13 @@ class TrainedRun:
         cut = [windows(*self._encode_pair(*pair), longest) for pair in pairs]
         flat = [window for some in cut for window in some]
         scores = iter(self._score(self._weights, flat, longest=longest, watch=watch))
-        found = []
+        texts = []
         for some in cut:
             parts = [next(scores) for _ in some]
             probabilities = [float(x) for part in parts for x in part.log_probabilities]
             greedy = all(bool(part.likeliest.all()) for part in parts)
-            found.append(TextScore(math.fsum(probabilities), greedy, len(probabilities)))
-        return found
+            texts.append(TextScore(math.fsum(probabilities), greedy, len(probabilities)))
+        return texts
 
     @functools.cached_property
     def _score(self) -> Scorer:
@@ -383,14 +383,14 @@ class TrainedRun:
             prefetch=data.prefetch,
         )
         with loader:
-            found = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
+            result = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
         per_token = dataset.validation_bytes_per_token
         return HeldOut(
             step=int(self.state.step),
-            loss=found.loss,
-            tokens=found.tokens,
-            perplexity=found.perplexity,
-            bits_per_byte=None if per_token is None else found.bits_per_byte(per_token),
+            loss=result.loss,
+            tokens=result.tokens,
+            perplexity=result.perplexity,
+            bits_per_byte=None if per_token is None else result.bits_per_byte(per_token),
             bytes_per_token=per_token,
         )
 

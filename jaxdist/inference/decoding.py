@@ -251,7 +251,7 @@ def in_compute_dtype(spec: Spec, compute: str, trainable: Tree, *others: Tree) -
         return spec.assemble(precision.cast(trainable, compute), state, *precision.cast(frozen, compute))
     leaves, structure = jax.tree.flatten(trainable)
     names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
-    cast = [precision.cast(x, compute) if len(own) > 1 else x for x, own in zip(leaves, names, strict=True)]
+    cast = [precision.cast(x, compute) if len(dims) > 1 else x for x, dims in zip(leaves, names, strict=True)]
     return spec.assemble(jax.tree.unflatten(structure, cast), *others)
 
 

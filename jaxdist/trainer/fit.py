@@ -71,35 +71,37 @@ def fit(
 
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its cure.
-      loop.TrainingStopped: losses stayed non-finite.
-      loop.Preempted: a signal stopped it, not a Ctrl-C to a process alone; uncaught, a script ends with 75.
+      trainer.TrainingStopped: losses stayed non-finite.
+      trainer.Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a script ends with 75.
     """
     build, initial = _builder(model)
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
-    own = {
+    workdir = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
+    arguments = {
         "seed": seed,
         "train.steps": steps,
         "batch.global_size": size,
-        "data.source": "given",
         "data.path": dataset.samples,
-        "model.target": _TARGET,
         "model.name": _name(model, build),
+        "optimizer": _optimizer_values(optimizer),
+        "mesh": configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {},
     }
-    own |= {f"optimizer.{k}": v for k, v in _optimizer_values(optimizer).items()}
-    axes = configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {}
-    own |= {f"mesh.{k}": v for k, v in configs.flatten(axes).items()}
-    usual: dict[str, Any] = {"train.eval_every": max(steps // 10, 1)} if validation is not None else {}
+    defaults: dict[str, Any] = {"train.eval_every": max(steps // 10, 1)} if validation is not None else {}
     if temporary:
-        usual |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
-    config = _config(own, usual, settings or {})
-    where = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
-    given = UserInputs(build, dataset, transform, initial)
+        defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
+    config = _config(configs.flatten(arguments), defaults, settings or {})
+    inputs = UserInputs(build, dataset, transform, initial)
     try:
-        outcome = trainer.train(config, where, title=where.name, devices=devices, given=given)
+        outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
     except LayoutError as error:
         raise ConfigError(error.faults) from error
+    return _fitted(outcome, workdir, temporary)
+
+
+def _fitted(outcome: TrainResult, workdir: Path, temporary: Any) -> Fitted:
+    """Returns the trained model, its layers flat; raises Preempted if a signal asked the process to end."""
     state = outcome.built.views.flat(outcome.state)
     trained = state.trainable if state.ema is None else state.ema
     outcome = outcome._replace(state=state._replace(trainable=trained, opt_state=None, ema=None))
@@ -108,7 +110,7 @@ def fit(
         stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
     if stopped and preemption.must_leave():
         raise preemption.Preempted(stopped)
-    return Fitted(where, int(state.step), stopped, outcome, temporary)
+    return Fitted(workdir, int(state.step), stopped, outcome, temporary)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,14 +216,15 @@ def _optimizer_values(optimizer: Any) -> dict[str, Any]:
     return _OWN
 
 
-def _config(own: dict[str, Any], usual: dict[str, Any], settings: Mapping[str, Any]) -> RunConfig:
+def _config(arguments: dict[str, Any], defaults: dict[str, Any], settings: Mapping[str, Any]) -> RunConfig:
     """Returns the run's config: the settings over what is usual, and what the arguments say.
 
     Raises:
       ConfigError: a setting that an argument makes, unknown keys, wrong types.
     """
+    arguments = {"data.source": "given", "model.target": _TARGET} | arguments
     free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
-    if taken := [key for key in settings if key in own and key not in free]:
+    if taken := [key for key in settings if key in arguments and key not in free]:
         raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
-    defaults = configs.flatten(run_config.default_config(_TARGET))
-    return run_config.from_config(configs.unflatten(defaults | usual | own | dict(settings)))
+    values = configs.flatten(run_config.default_config(_TARGET))
+    return run_config.from_config(configs.unflatten(values | defaults | arguments | dict(settings)))

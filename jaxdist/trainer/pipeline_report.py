@@ -88,36 +88,36 @@ def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> t
 
 def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
     """Yields what a person should know about the pipeline; nothing without one."""
-    found = estimate_pipeline(run, spec, rules)
-    if found is None:
+    estimate = estimate_pipeline(run, spec, rules)
+    if estimate is None:
         return
-    result, plan = found.simulation, found.schedule
+    result, plan = estimate.simulation, estimate.schedule
     chunks = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
     each = run.batch.global_size // (run.batch.accumulation * rules.shape.batch_shards)
     yield (
-        f"pipeline: {found.name}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
+        f"pipeline: {estimate.name}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
         f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
-        f"{max(result.live_inputs)} inputs{f' x {found.kept} layers' if found.kept > 1 else ''} of "
+        f"{max(result.live_inputs)} inputs{f' x {estimate.kept} layers' if estimate.kept > 1 else ''} of "
         f"{each // plan.microbatches} sequences a device"
     )
-    shares = ", ".join(f"{share:.1%}" for share in found.balance.shares)
-    yield f"  FLOPs by stage: {shares}; layers by place: {', '.join(map(str, found.balance.cut))}"
-    if warning := found.balance.warning():
+    shares = ", ".join(f"{share:.1%}" for share in estimate.balance.shares)
+    yield f"  FLOPs by stage: {shares}; layers by place: {', '.join(map(str, estimate.balance.cut))}"
+    if warning := estimate.balance.warning():
         yield f"  warning: {warning}"
-    yield from _edge_lines(found, rules)
+    yield from _edge_lines(estimate, rules)
     for option in microbatch_options(
-        plan.stages, plan.microbatches, plan.chunks, choices=divisors(each), layers=sum(found.balance.cut)
+        plan.stages, plan.microbatches, plan.chunks, choices=divisors(each), layers=sum(estimate.balance.cut)
     ):
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 
 
-def _edge_lines(found: PipelineEstimate, rules: Rules) -> Iterator[str]:
+def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
     """Yields what embedding and head cost where they are not shared out, or where that is slow."""
     shared, whole = (
-        simulate(found.schedule, replace(found.costs, edges=kind)).time for kind in ("sharded", "last")
+        simulate(estimate.schedule, replace(estimate.costs, edges=kind)).time for kind in ("sharded", "last")
     )
     longer = f"{whole / shared - 1:.1%}"
-    if found.costs.edges == "last":
+    if estimate.costs.edges == "last":
         yield f"  every stage does the whole embedding and head, which lengthens the step by {longer}"
     elif rules.shape.dcn["pipeline"] > 1:
         yield (
@@ -128,13 +128,13 @@ def _edge_lines(found: PipelineEstimate, rules: Rules) -> Iterator[str]:
 
 def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
     """Returns what run.json says of the pipeline, its timeline included; {} without one."""
-    found = estimate_pipeline(run, spec, rules)
-    if found is None:
+    estimate = estimate_pipeline(run, spec, rules)
+    if estimate is None:
         return {}
-    result, plan = found.simulation, found.schedule
+    result, plan = estimate.simulation, estimate.schedule
     sizes = {"stages": plan.stages, "microbatches": plan.microbatches, "chunks": plan.chunks}
     counts = {"ticks": result.ticks, "bubble": result.bubble, "live_inputs": max(result.live_inputs)}
-    about: dict[str, Any] = {"pipeline": {"schedule": found.name} | sizes | counts}
+    description: dict[str, Any] = {"pipeline": {"schedule": estimate.name} | sizes | counts}
     if (plan.table >= 0).sum() <= MOST_DRAWN:
-        about["timeline_svg"] = draw_svg(plan, found.costs, width=1160)
-    return about
+        description["timeline_svg"] = draw_svg(plan, estimate.costs, width=1160)
+    return description

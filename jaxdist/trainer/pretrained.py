@@ -111,17 +111,17 @@ def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Ar
 
 def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any]:
     """Returns what makes of a kernel, in its shards, what a quantised base keeps of it."""
-    found = lora.kernels(build.model_spec(config).abstract_model)
-    there = trees.flatten_names(flat.frozen)
+    kernels = lora.kernels(build.model_spec(config).abstract_model)
+    stored = trees.flatten_names(flat.frozen)
 
-    def settle(path: str, kernel: jax.Array) -> Any:
-        form = found[path].form if path in found else None
+    def quantise(path: str, kernel: jax.Array) -> Any:
+        form = kernels[path].form if path in kernels else None
         if form is None:
             return kernel
-        shards = tuple(there[f"{path}/{part}"].sharding for part in found[path].parts)
+        shards = tuple(stored[f"{path}/{part}"].sharding for part in kernels[path].parts)
         return jax.block_until_ready(jax.jit(form.store, out_shardings=shards)(kernel))
 
-    return settle
+    return quantise
 
 
 def base_parameters(config: RunConfig, flat: State) -> dict[str, jax.ShapeDtypeStruct]:
@@ -131,11 +131,11 @@ def base_parameters(config: RunConfig, flat: State) -> dict[str, jax.ShapeDtypeS
       flat: the run's abstract state with flat layers.
     """
     spec = describe(registry.build_function(config.model_class, config.model_options))
-    there: Mapping[str, Any] = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
+    stored: Mapping[str, Any] = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
 
     def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = (path, *(f"{path}/{part}" for part in ("base", "codes")))  # what an adapter keeps of it
-        where = next(there[name].sharding for name in names if name in there)
+        where = next(stored[name].sharding for name in names if name in stored)
         return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, config.precision.params), sharding=where)
 
     return {path: placed(path, x) for path, x in trees.flatten_names(spec.trainable).items()}

@@ -70,7 +70,7 @@ def init_or_restore(
     store: CheckpointManager,
     folder: Path,
     watch: Watchdog,
-    given: UserInputs | None = None,
+    inputs: UserInputs | None = None,
 ) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
@@ -88,8 +88,8 @@ def init_or_restore(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
                 )
-            if given and given.initial:
-                state = built.init(_placed(given.initial, built))
+            if inputs and inputs.initial:
+                state = built.init(_placed(inputs.initial, built))
             else:
                 state = pretrained.init_state(config, built, folder, watch)
             progress, windows = Progress(), []
@@ -113,9 +113,9 @@ def init_or_restore(
 def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
     """Returns the model's first values on the devices, each laid out as the run has it."""
     flat = built.views.abstract
-    own = [trees.flatten_names(tree) for tree in (flat.trainable, flat.model_state, flat.frozen)]
-    where = {path: x.sharding for tree in own for path, x in tree.items()}
-    return {path: jax.device_put(np.asarray(value), where[path]) for path, value in initial.items()}
+    named = [trees.flatten_names(tree) for tree in (flat.trainable, flat.model_state, flat.frozen)]
+    shardings = {path: x.sharding for tree in named for path, x in tree.items()}
+    return {path: jax.device_put(np.asarray(value), shardings[path]) for path, value in initial.items()}
 
 
 def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:

@@ -64,7 +64,7 @@ def train(
     title: str = "",
     devices: Sequence[jax.Device] | None = None,
     full_devices: int | None = None,
-    given: UserInputs | None = None,
+    inputs: UserInputs | None = None,
     watch: Watchdog | None = None,
     hooks: Sequence[Hook] = (),
 ) -> TrainResult:
@@ -79,13 +79,13 @@ def train(
     preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
     requested, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
-    build, optimizer = (given.build, given.optimizer) if given else (None, None)
-    _, rules, spec = validation.validate(config, devices, with_data=given is None, build=build)
+    build, optimizer = (inputs.build, inputs.optimizer) if inputs else (None, None)
+    _, rules, spec = validation.validate(config, devices, with_data=inputs is None, build=build)
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
         store = _open_workdir(config, requested, folder, spec, stack)
-        dataset = given.dataset if given else _open_dataset(config, folder, watch)
+        dataset = inputs.dataset if inputs else _open_dataset(config, folder, watch)
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
@@ -93,7 +93,7 @@ def train(
         mesh = build_mesh(config.mesh, devices)
         built = run_build.build_step(config, spec, mesh, rules, optimizer=optimizer)
         with workdir.logs_bad_checkpoints(folder, enabled=_is_lead()):
-            start = restore.init_or_restore(config, built, dataset, store, folder, watch, given)
+            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
         state, progress, dataset = start
         writer = stack.enter_context(contextlib.closing(_writers(config, folder, progress)))
         display = stack.enter_context(_display(config, progress, title))

@@ -35,18 +35,18 @@ def validate(
     run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
-    found = validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data, build=build)
-    shape, _, spec = found
+    checked = validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data, build=build)
+    shape, _, spec = checked
     parts, stages = run.batch.accumulation * num_microbatches(run, shape), shape.sizes["pipeline"]
-    about = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
-    key = repr((*about, parts, stages))
+    options = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
+    key = repr((*options, parts, stages))
     if build or key not in _examined:
         batch = batch_shapes(run, run.batch.global_size // parts)
         if faults := check_model(spec, batch, accumulation=run.batch.accumulation, stages=stages):
             raise ConfigError(faults)
         if not build:
             _examined.add(key)
-    return found
+    return checked
 
 
 _examined: set[str] = set()  # what was found to be without fault
