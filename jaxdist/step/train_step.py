@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ class StepConfig:
     remat: str = "dots"
     ema_decay: float = 0.0
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
+    max_traces: int | None = None  # times that `step` may be traced, where one shape is expected; None: any
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ def build_train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return inspect(state, batch)[:2]
 
+    if config.max_traces is not None:
+        step = _limit_traces(step, config.max_traces)
     whole = NamedSharding(mesh, P())
     return TrainStep(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
@@ -228,6 +232,26 @@ def _for_one_run(mesh: Mesh) -> dict[str, int] | None:
     of the time gives the same bits.
     """
     return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
+
+
+def _limit_traces(function: Callable, most: int) -> Callable:
+    """Returns the function, which may be traced so often.
+
+    chex.assert_max_traces would count the traces of all runs of a process together.
+    """
+    traces = itertools.count(1)
+
+    @wraps(function)
+    def counted(state: State, batch: Batch) -> Any:
+        if next(traces) > most:
+            shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in batch.items()}
+            raise RuntimeError(
+                f"the train step is traced more than {most} times, the last for a batch of {shapes}; all "
+                f"batches of a run must be alike in shape, dtype and sharding"
+            )
+        return function(state, batch)
+
+    return counted
 
 
 def _key(seed: int, purpose: int) -> jax.Array:

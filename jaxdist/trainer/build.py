@@ -44,10 +44,13 @@ def build_step(
     rules: Rules,
     *,
     optimizer: optax.GradientTransformation | None = None,
+    max_traces: int | None = None,
 ) -> TrainStep:
     """Returns the train step of a validated run on a mesh: the one that everything uses.
 
-    An `optimizer` that is given stands for that of the config.
+    Args:
+      optimizer: instead of the config's.
+      max_traces: times that `step` may be traced; a further one raises a RuntimeError.
     """
     schedule = schedules.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
     step = StepConfig(
@@ -59,6 +62,7 @@ def build_step(
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
         staging=staging(run, spec, rules.shape),
+        max_traces=max_traces,
     )
     return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
 

@@ -36,6 +36,8 @@ from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
+MAX_TRACES = 2  # of the step in a run: to compile it ahead, and once more in another thread
+
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
@@ -91,7 +93,7 @@ def train(
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         _describe(config, spec, rules, devices, dataset, folder)
         mesh = build_mesh(config.mesh, devices)
-        built = run_build.build_step(config, spec, mesh, rules, optimizer=optimizer)
+        built = run_build.build_step(config, spec, mesh, rules, optimizer=optimizer, max_traces=MAX_TRACES)
         with workdir.logs_bad_checkpoints(folder, enabled=_is_lead()):
             start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
         state, progress, dataset = start

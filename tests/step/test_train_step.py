@@ -200,3 +200,11 @@ def test_a_step_is_traced_once_for_its_compilation_and_all_its_calls():
     assert state.step == 3 and metrics["loss"] > 0
     with pytest.raises(AssertionError, match="traced > 1 times"):
         step.lower(state, batch_of(batch=4))
+
+
+def test_a_step_that_is_traced_more_often_than_allowed_raises():
+    built = step_of(step=StepConfig(max_traces=1))
+    for _ in range(2):
+        built.step.lower(built.abstract_state, batch_of())  # one trace serves both
+    with pytest.raises(RuntimeError, match="traced more than 1 times"):
+        built.step.lower(built.abstract_state, batch_of(length=8))
