@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
-from jaxdist.data import Tokenizer, load_tokenizer, open_dataset
+from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
@@ -362,37 +362,24 @@ class TrainedRun:
         Raises:
           ConfigError: nothing is held out.
         """
-        data = self.config.data
+        config, size = self.config, self.config.batch.global_size
         if validation_tokens is not None:
-            data = dataclasses.replace(data, validation_tokens=validation_tokens)
-        dataset = open_dataset(
-            data,
-            sequence_length=self.config.batch.sequence_length,
-            vocab_size=self.config.vocab_size,
-            seed=self.config.seed,
-            folder=self.folder,
-            log=self.log,
-        )
-        size = self.config.batch.global_size
+            data = dataclasses.replace(config.data, validation_tokens=validation_tokens)
+            config = dataclasses.replace(config, data=data)
+        dataset = build.open_data(config, self.folder, self.log)
         total = dataset.num_validation_batches(size)
         loader = Loader(
             dataset,
             global_size=size,
             shardings=self.built.batch_shardings(dataset.validation_batch(0, size)),
             split="validation",
-            prefetch=data.prefetch,
+            prefetch=config.data.prefetch,
         )
         with loader:
             result = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
         per_token = dataset.validation_bytes_per_token
-        return HeldOut(
-            step=int(self.state.step),
-            loss=result.loss,
-            tokens=result.tokens,
-            perplexity=result.perplexity,
-            bits_per_byte=None if per_token is None else result.bits_per_byte(per_token),
-            bytes_per_token=per_token,
-        )
+        bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
+        return HeldOut(int(self.state.step), *result, result.perplexity, bits_per_byte, per_token)
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:

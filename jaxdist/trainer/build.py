@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.data import sample_shapes
+from jaxdist.data import Dataset, open_dataset, sample_shapes
 from jaxdist.inference.decoding import Generate, build_generator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
@@ -94,6 +96,18 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
 
 def _as_stored(x: jax.ShapeDtypeStruct, run: RunConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params))
+
+
+def open_data(run: RunConfig, folder: Path, log: Callable[[str], None]) -> Dataset:
+    """Returns the dataset of the run in `folder`; `log` takes a line per event of making its tokens."""
+    return open_dataset(
+        run.data,
+        sequence_length=run.batch.sequence_length,
+        vocab_size=run.vocab_size,
+        seed=run.seed,
+        folder=folder,
+        log=log,
+    )
 
 
 def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -160,7 +160,7 @@ class Fitted:
         return write(
             trainable,
             model_state,
-            [np.asarray(prompt) for prompt in prompts],
+            prompts,
             max_tokens=max_tokens,
             sampling=sampling or SamplingConfig(),
             seed=seed,

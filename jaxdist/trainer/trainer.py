@@ -12,7 +12,7 @@ import jax
 from jaxdist import config as configs
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import extras
-from jaxdist.data import Dataset, SourceError, open_dataset
+from jaxdist.data import Dataset, SourceError
 from jaxdist.data.loader import Loader
 from jaxdist.distributed import consistency, coordination
 from jaxdist.parallel.mesh import build_mesh
@@ -87,7 +87,7 @@ def train(
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
         store = _open_workdir(config, requested, folder, spec, stack)
-        dataset = inputs.dataset if inputs else _open_dataset(config, folder, watch)
+        dataset = inputs.dataset if inputs else run_build.open_data(config, folder, watch.lively(_log))
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
@@ -139,17 +139,6 @@ def _open_workdir(
     stack.enter_context(store)
     consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
     return store
-
-
-def _open_dataset(config: RunConfig, folder: Path, watch: Watchdog) -> Dataset:
-    return open_dataset(
-        config.data,
-        sequence_length=config.batch.sequence_length,
-        vocab_size=config.vocab_size,
-        seed=config.seed,
-        folder=folder,
-        log=watch.lively(_log),
-    )
 
 
 def _describe(
