@@ -261,7 +261,7 @@ def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
     for arguments, text in (
         (("--workdir", tmp_path / "none", "--prompt", "a"), "no run there"),
         (("--workdir", trained[0]), "--prompt"),
-        (("--workdir", trained[0], "--prompt", "a", "--top-p", 2), "top_p=2.0"),
+        (("--workdir", trained[0], "--prompt", "a", "--top-p", 2), "top_p: got 2.0"),
         (("--workdir", trained[0], "--prompt", ""), "empty"),
         (("--workdir", trained[0], "--prompt", "a", "--num-samples", 0), "num_samples=0"),
         (("--workdir", trained[0], "--prompt", "a", "--mesh", "fspd=2"), "Did you mean fsdp"),
