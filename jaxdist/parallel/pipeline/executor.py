@@ -15,64 +15,18 @@ Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T tic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.pipeline.schedules import Program, TickRun
-from jaxdist.parallel.pipeline.stage_params import (
-    StageParams,
-    blocks_of,
-    edges,
-    edges_of,
-    gathered,
-    joined,
-    own_names,
-    stacked,
-)
-from jaxdist.protocols.model import (
-    Batch,
-    Block,
-    BlockInfo,
-    BlockOutput,
-    Loss,
-    as_loss,
-    pattern_of,
-    run_blocks,
-    scan_layers,
-    shared_fields,
-    with_block_sums,
-)
-
-AXIS = "pipeline"
-Tree = Any
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A compiled schedule and what it runs."""
-
-    program: Program
-    num_layers: int  # of the model, without padding
-    assemble: Callable[[Tree, Tree], Any]  # trainable and held tree (blocks of one chunk) -> model
-    transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
-    keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
-    gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
-    edges_last: bool = False  # each stage embeds and scores for itself; only the ends' results count
-
-    @property
-    def stages(self) -> int:
-        return self.program.schedule.stages
-
-    @property
-    def chunks(self) -> int:
-        return self.program.schedule.chunks
+from jaxdist.parallel.pipeline.schedules import TickRun
+from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, Tree, where_real
+from jaxdist.parallel.pipeline.stage_params import edges, own_names
+from jaxdist.protocols.model import Batch, Loss, with_block_sums
 
 
 class Carry(NamedTuple):
@@ -135,7 +89,7 @@ def _manual_spec(leaf, names) -> P:
 def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held, batch, key, rows):
     """Runs all ticks on one stage; arrays are this stage's part."""
     with execution.inside_stage():
-        stage = _Stage(pipeline, trainable, held, batch, key, names, held_names, backward)
+        stage = _Ticks(pipeline, trainable, held, batch, key, names, held_names, backward)
         carry = stage.start()
         rows = jax.tree.map(lambda x: x[:, 0], rows)
         ticks = jax.tree.map(jnp.asarray, pipeline.program.ticks)
@@ -147,121 +101,8 @@ def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held,
         return stage.finish(carry)
 
 
-class _Stage:
+class _Ticks(Stage):
     """The ops of a tick, on one stage."""
-
-    def __init__(self, pipeline, trainable, held, batch, key, names, held_names, backward):
-        self.pipeline, self.batch, self.key, self.backward = pipeline, batch, key, backward
-        self.names = names
-        self.blocks, self.rest = blocks_of(trainable, held), edges_of(trainable, held)
-        if pipeline.gather_once:
-            self.blocks = jax.tree.map(gathered, self.blocks, blocks_of(names, held_names))
-        self.index = jax.lax.axis_index(AXIS)
-        self.depth = jax.tree.leaves(self.blocks)[0].shape[2]
-        self.keeps_layers = pipeline.keeps_layers and backward
-
-    # --- the model's parts ------------------------------------------------------------------------
-
-    def model(self, rest: StageParams, blocks: StageParams | None = None):
-        """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
-        blocks = self.chunk(0) if blocks is None else blocks
-        return self.pipeline.assemble(*joined(blocks, rest))
-
-    def chunk(self, number) -> StageParams:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
-
-    def microbatch(self, number) -> Batch:
-        at = jnp.maximum(number, 0)
-        return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
-
-    def embed(self, rest: StageParams, number) -> jax.Array:
-        return self.model(rest).embed(self.microbatch(number))
-
-    def head(self, rest: StageParams, y: jax.Array, number) -> Loss:
-        batch = self.microbatch(number)
-        return as_loss(self.model(rest).head(y, batch), batch)
-
-    def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
-        """Returns the stage's chunk applied to x; layers of padding pass it on."""
-        return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
-
-    def fields(self, number) -> dict[str, jax.Array]:
-        """Returns what the blocks read of a microbatch."""
-        return shared_fields(self.model(self.rest), self.microbatch(number))
-
-    def first_layer(self, chunk):
-        """Returns the number of a chunk's first layer."""
-        return (chunk * self.pipeline.stages + self.index) * self.depth
-
-    def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
-        """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
-        model, last = self.model(self.rest, blocks), self.pipeline.num_layers
-
-        def padded(block: Block) -> Block:
-            if last == self.depth * self.pipeline.stages * self.pipeline.chunks:
-                return block
-
-            def masked(parameters, x, info: BlockInfo):
-                y, *sums = block(parameters, x, info)
-                real = info.layer < last
-                return BlockOutput(jnp.where(real, y, x), *_where(real, sums))
-
-            return masked
-
-        return run_blocks(
-            model.blocks,
-            x,
-            self.key,
-            fields,
-            lambda b: padded(self.pipeline.transform(b)),
-            first=first,
-            pattern=pattern,
-        )
-
-    def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
-        """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
-        fields, first = self.fields(number), self.first_layer(chunk)
-
-        def one(x, layer, parameters, kind):
-            y, aux, stats = self.layers(stacked(parameters), x, fields, layer, (kind,))
-            return y, (x, aux, {name: sums[0] for name, sums in stats.items()})
-
-        pattern = pattern_of(self.model(self.rest, blocks).blocks)
-        y, (inputs, aux, stats) = scan_layers(one, x, blocks, pattern, first=first)
-        return BlockOutput(y, jax.tree.map(lambda terms: terms.sum(0), aux), stats), inputs[1:]
-
-    def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
-        """Returns the gradients of a chunk and of its input; all is computed again from x."""
-
-        def apply(trained, x):
-            return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
-
-        (_, aux), pull = jax.vjp(apply, blocks.trained, x)
-        return pull((dy, jax.tree.map(jnp.ones_like, aux)))
-
-    def pull_layers(self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk):
-        """Returns what `pull` does, from the inputs of all layers.
-
-        Nobody needs the layers' outputs again, so XLA leaves their last products out.
-        """
-        fields, first = self.fields(number), self.first_layer(chunk)
-
-        def one(dy, layer, item, kind):
-            parameters, x = item
-
-            def apply(trained, x):
-                part = stacked(parameters._replace(trained=trained))
-                return self.layers(part, x, fields, layer, (kind,))[:2]
-
-            (_, aux), pull = jax.vjp(apply, parameters.trained, x)
-            dparameters, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
-            return self._residual(dx), dparameters
-
-        pattern = pattern_of(self.model(self.rest, blocks).blocks)
-        dx, dblocks = scan_layers(one, dy, (blocks, inputs), pattern, first=first, reverse=True)
-        return dblocks, dx
-
-    # --- ticks ------------------------------------------------------------------------------------
 
     def start(self) -> Carry:
         """Returns the carry before the first tick."""
@@ -274,7 +115,7 @@ class _Stage:
         sums = jax.tree.map(self._zero_gradient, trainable, self.names) if self.backward else None
 
         def slots(count: int, *each: int) -> jax.Array:
-            return self._residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
+            return self.residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
 
         return Carry(
             slots(program.num_inputs),
@@ -290,11 +131,6 @@ class _Stage:
     @staticmethod
     def _zero_gradient(leaf, names):
         return execution.scatter(jnp.zeros(leaf.shape, jnp.float32), own_names(names))
-
-    @staticmethod
-    def _residual(x: jax.Array) -> jax.Array:
-        lead = (None,) * (x.ndim - 3)
-        return execution.shard(x, *lead, "batch", "residual", None)
 
     def tick(self, run: TickRun, carry: Carry, item) -> tuple[Carry, None]:
         """Returns the carry after one tick, in the order that schedule.program lays down."""
@@ -314,7 +150,7 @@ class _Stage:
             x = _cond_if_needed(
                 self._prefer_mask("embed", "forward"),
                 at.any_embed,
-                lambda x: self._residual(self.embed(self.rest, at.e_mb)).astype(x.dtype),
+                lambda x: self.residual(self.embed(self.rest, at.e_mb)).astype(x.dtype),
                 self._blank(carry),
             )
             carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
@@ -328,7 +164,7 @@ class _Stage:
             else:
                 output = self.forward(chunk, x, number, row.f_chunk)
             y, aux, stats = output
-            aux, stats = _where(row.f_mb >= 0, (aux, stats))
+            aux, stats = where_real(row.f_mb >= 0, (aux, stats))
             carry = carry._replace(
                 block_aux=jax.tree.map(jnp.add, carry.block_aux, aux),
                 block_stats=jax.tree.map(lambda t, s: t.at[row.f_chunk].add(s), carry.block_stats, stats),
@@ -349,7 +185,7 @@ class _Stage:
         """
         last = self.index == self.pipeline.stages - 1
         if not self.pipeline.edges_last:
-            y = self._residual(execution.sum_over(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
+            y = self.residual(execution.sum_over(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
         rest, number = _barrier_tick(self.rest, at.h_mb)
         if not self.backward:
             loss = self._mask_edge(last, self.head(rest, y, number))
@@ -363,7 +199,7 @@ class _Stage:
         return carry._replace(
             loss=_added(carry.loss, self._mask_edge(last, loss)),
             sums=self._add_rest(carry.sums, self._mask_edge(last, drest)),
-            gradients_in=_put(carry.gradients_in, row.h_g, self._residual(dh)),
+            gradients_in=_put(carry.gradients_in, row.h_g, self.residual(dh)),
         )
 
     def _going_back(self, run: TickRun, carry: Carry, row, at) -> Carry:
@@ -375,7 +211,7 @@ class _Stage:
                 dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
             else:
                 dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
-            carry = carry._replace(dx=self._residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
+            carry = carry._replace(dx=self.residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
             often = self._prefer_mask("embed_backward", "backward")
             carry = _cond_if_needed(often, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
@@ -392,7 +228,7 @@ class _Stage:
             return self.embed(self.rest._replace(trained=trained), at.eb_mb)
 
         pull = jax.vjp(embed, self.rest.trained)[1]
-        drest = pull(self._residual(dx))[0]
+        drest = pull(self.residual(dx))[0]
         return carry._replace(sums=self._add_rest(carry.sums, self._mask_edge(wanted, drest)))
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
@@ -415,7 +251,7 @@ class _Stage:
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
         stages = self.pipeline.stages
-        return self._residual(jax.lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)]))
+        return self.residual(jax.lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)]))
 
     def _add_chunk(self, sums: Tree, dchunk: Tree, row) -> Tree:
         keep = row.b_mb >= 0
@@ -454,10 +290,6 @@ class _Stage:
     @staticmethod
     def _over_stages(total: jax.Array, names) -> jax.Array:
         return execution.scatter(jax.lax.psum(total, AXIS), own_names(names))
-
-
-def _where(real: jax.Array, tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jnp.where(real, x, 0), tree)
 
 
 def _added(total: Loss, new: Loss) -> Loss:
