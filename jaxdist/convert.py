@@ -5,8 +5,6 @@ config.json and checkpoints/0 (weights alone) for generate and evaluate; to trai
 train --config.init.from_huggingface instead. On the CPU, in one process.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import shutil

@@ -1,7 +1,5 @@
 """`python -m jaxdist.doctor`: what is here, what a run would set, and what MFU will mean."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 With `--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """`python -m jaxdist.generate --workdir W --prompt TEXT`: text from a run's newest checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 
 import jax

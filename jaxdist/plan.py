@@ -3,8 +3,6 @@
 Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there is nothing to compile.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """`python -m jaxdist.train --config NAME`: train, or resume the run of the workdir."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Exit code 0: all layouts are equal to one device; 1: one is not; 78: nothing could be compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -25,10 +25,10 @@ parallel optim data report_page distributed protocols telemetry hardware storage
 """.split()
 MAX_FLOORS = 10  # folders in the longest chain of imports
 
-MAX_FILE_LINES = 490  # 450 at the end
-MAX_PACKAGE_LINES = 26_200  # while modules move; 25,000 at the end
-MEDIAN_FUNCTION, P90_FUNCTION = 15, 45
-LONG_BY_NATURE: set[str] = set()  # tables and kernels, by file name, each with its reason
+MAX_FILE_LINES = 450
+MAX_PACKAGE_LINES = 25_960  # the goal is 25,000
+MEDIAN_FUNCTION, P90_FUNCTION, LONGEST_FUNCTION = 15, 30, 55
+TABLES = (ast.Call, ast.Dict, ast.List, ast.Set, ast.Tuple)  # a row of a table is a call
 
 
 @functools.cache
@@ -200,17 +200,28 @@ def test_no_drawers():
 def test_files_functions_and_the_package_stay_small():
     lengths = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
     long = {n: size for n, size in lengths.items() if size > MAX_FILE_LINES}
-    assert not long.keys() - LONG_BY_NATURE, f"over {MAX_FILE_LINES} lines: {long}"
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
     assert sum(lengths.values()) <= MAX_PACKAGE_LINES, sum(lengths.values())
     sizes = {
         f"{name}.{function.name}": (function.end_lineno or 0) - function.lineno + 1
         for name in modules()
-        if name not in LONG_BY_NATURE
         for function in functions(tree_of(name))
     }
     longest = sorted(sizes, key=sizes.__getitem__)[-10:]
     assert statistics.median(sizes.values()) <= MEDIAN_FUNCTION
     assert statistics.quantiles(sizes.values(), n=10)[-1] <= P90_FUNCTION, longest
+    assert sizes[longest[-1]] <= LONGEST_FUNCTION, longest
+
+
+def test_the_formatter_is_off_in_tables_alone():
+    for name, file in modules().items():
+        tables = {
+            node.end_lineno
+            for node in tree_of(name).body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, TABLES)
+        }
+        skips = [n for n, line in enumerate(file.read_text().splitlines(), 1) if line.endswith("# fmt: skip")]
+        assert set(skips) <= tables, f"{name}: {sorted(set(skips) - tables)}"
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,5 @@
 """The agents of a run, one per node, as the scheduler's environment variables say. No jax, no network."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Mapping

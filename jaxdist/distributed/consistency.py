@@ -1,7 +1,5 @@
 """Whether all processes of a run run the same: code, versions, config, data."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version

@@ -6,8 +6,6 @@ thread. A lone process never waits. If a process is lost, the others fail as soo
 hears of it; what takes too long is for the watchdog to say.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

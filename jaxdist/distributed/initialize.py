@@ -1,7 +1,5 @@
 """What is set up before the first device is touched: flags, compile cache, process group."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """The devices and ports of the machine that an agent shares out among its processes. No jax."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

@@ -1,7 +1,5 @@
 """Which process holds up the others."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any

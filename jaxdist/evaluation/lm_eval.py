@@ -3,8 +3,6 @@
 Load it with `extras.load`. What a request means is decided here; the work is `TrainedRun`'s.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ are padded on the right. A model with a longest sequence says so as `max_length`
 Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,19 +129,11 @@ def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "flo
         lengths_B = np.array([row.size for row in rows] + [1] * (B - len(rows)), np.int32)
         samples_B = np.resize(numbers, B).astype(np.int32)
         capacity = prompts_BP.shape[1] + bucket(max_tokens)
+        capacity = capacity if longest is None else min(capacity, longest)
         inputs = placed((prompts_BP, lengths_B, samples_B), mesh, rules)
-        tokens, counts, ended = jax.device_get(
-            compiled(
-                weights,
-                *inputs,
-                np.int32(len(rows)),
-                np.int32(max_tokens),
-                np.uint32(seed % 2**32),
-                room=bucket(max_tokens),
-                capacity=capacity if longest is None else min(capacity, longest),
-                sampling=sampling,
-            )
-        )
+        scalars = np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32)
+        sizes = {"room": bucket(max_tokens), "capacity": capacity, "sampling": sampling}
+        tokens, counts, ended = jax.device_get(compiled(weights, *inputs, *scalars, **sizes))
         return [Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))]
 
     return generate

@@ -6,8 +6,6 @@ logits of a whole one are never in memory.
 Shapes: B rows, W width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ A line says which part of a stored tensor is which of our parameters, with both 
 are stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """config.json of Hugging Face <-> the transformer's values, with every field accounted for."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

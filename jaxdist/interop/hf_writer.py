@@ -5,8 +5,6 @@ whatever order that brings. So the host needs the largest parameter (of Llama 70
 beside what the kernel keeps of files and can drop.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -6,8 +6,6 @@ rank. The other way round, the one A that such a layer has by itself goes to eac
 Source: files and code of peft 0.21.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Letters: B batch, S sequence, D model, F feed-forward, H heads, K kv heads, N head size, L layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ int8 has one scale an output channel (LLM.int8(), arXiv:2208.07339, without its 
 a byte: XLA's own 4-bit arrays take a byte each on CPU. Scales are float32, and not quantised again.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From `model.target` to a model: which class, which fields, how to build it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

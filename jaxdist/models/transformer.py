@@ -3,8 +3,6 @@
 Single-device code: dims have logical names, no mesh axis is mentioned. Letters: see `layers`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

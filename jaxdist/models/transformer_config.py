@@ -1,7 +1,5 @@
 """The values of the one transformer: which model it is, and what is wrong with a choice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -4,8 +4,6 @@ Letters: B batch, P patches (and the class token, if there is one), D model, F f
 N head size, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

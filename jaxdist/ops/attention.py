@@ -4,8 +4,6 @@ Shapes: `B` batch, `S` sequence, `T` new tokens, `H` query heads, `K` kv heads, 
 `N` head size. `attention_backends` chooses what computes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ A new backend is a function (q, k, v, segment_ids, options=) -> out over whole s
 batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

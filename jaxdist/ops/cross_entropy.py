@@ -9,8 +9,6 @@ the end.
 Letters: G batch shards (no dim if there is one), R rows = tokens of a chunk, D model, V vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ fsdp group, and the rows change places (one all-to-all of activations). The grad
 way back, and adds up in float32: a frequent token's gradient is a long sum.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import chex

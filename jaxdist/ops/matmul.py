@@ -13,8 +13,6 @@ transposed, which costs a quarter of the step. TPU multiplies arrays as they are
 their size copies both, 5 % of a step. And there the sum over devices is written out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A new axis is a row here and a field of `MeshConfig` and `DcnConfig`; what it sp
 rule of `sharding` or `param_names`. No jax: `launch` reads it, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 A model is single-device code: outside `activate` nothing is constrained and parameters keep their dtype.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

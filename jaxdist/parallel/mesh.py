@@ -4,8 +4,6 @@
 Axes are ordered outermost first, so neighbouring devices end up on `tensor`, which talks most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Where an optimizer's state lies: each leaf as the parameter that it belongs to."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """Where each parameter lies on the mesh, and the table that explains it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

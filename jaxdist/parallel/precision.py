@@ -6,8 +6,6 @@ the embedding and keep it: every product casts its kernel to its activations' dt
 and losses work in float32. Models that don't use `ops` get their parameters cast by `cast`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

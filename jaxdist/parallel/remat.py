@@ -6,8 +6,6 @@ saves a block's input and the activations so named with `checkpoint_name`; `offl
 them to the host's memory and back instead; `save:NAME+offload:NAME` does both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A saving is the difference of two accounts of `planner.memory`, so it costs no c
 changes the losses goes without saying so.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

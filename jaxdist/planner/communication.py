@@ -6,8 +6,6 @@ chains of permutes, as a call on the SparseCore, and between slices as host tran
 then that of one slice). All come out as one `Collective` each.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

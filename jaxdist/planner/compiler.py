@@ -4,8 +4,6 @@ The child (`worker`) may be killed by its caps or die in the compiler; its outpu
 is shown only when it fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The dry run: batch arithmetic, shardings, flags and memory; nothing is allocated."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ anything is compiled, and say what to expect of the compiler's numbers; where th
 The bubble of a pipeline is `jaxdist.parallel.pipeline.schedules.bubble_fraction`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Mesh sizes, ZeRO stage, parts of the batch, schedule and rematerialisation vary;
 numerics never do. The times are made of datasheet rates: good for an order, not for a promise.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

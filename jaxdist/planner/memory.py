@@ -9,8 +9,6 @@ That values live so long was read from the buffer assignments of libtpu 0.0.42.1
 (jax 0.10.2, option xla_dump_to).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan: what a run needs on a target and how fast it will be there, stage by stage, stopping early."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

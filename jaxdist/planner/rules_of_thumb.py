@@ -6,8 +6,6 @@ from the roofline, because ICI joins a whole slice: shard over all of it while e
 hide the gathers. Nothing here was measured by us.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Drawn from the plan's JSON: what a person sees and what a program reads are the same numbers.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ family:hosts x GPUs of each. Slices come from the table of `hardware`, because t
 that do not exist. `devices` belongs in a child process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

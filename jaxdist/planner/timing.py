@@ -6,8 +6,6 @@ fitted to published runs; they say how good the estimate is (`sure`). Not modell
 stragglers, contention.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ FOLDER holds config.json and request.json; it gets `stage`, and last of all resu
 ever made: the step is traced from shapes.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -14,8 +14,6 @@ the most tokens of a sequence or None; `tiny(sequence_length)`, the values that 
 counted in the program, no sequence is too long, and `verify` takes the model as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A model before its arrays exist: shapes, logical names, what is trained and what is frozen."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -181,13 +179,7 @@ def describe(
     Raises:
       ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.
     """
-    with nnx.use_eager_sharding(False):
-        try:
-            model = nnx.eval_shape(lambda: _built(build, nnx.Rngs(0)))
-        except ConfigError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"model: cannot be built with these options: {error}") from error
+    model = _abstract_model(build)
     parts = _split(model, ())
     everything = trees.flatten_names(parts.trainable) | trees.flatten_names(parts.frozen)
     faults = [
@@ -220,6 +212,17 @@ def describe(
         tuple(frozen),
         staged,
     )
+
+
+def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
+    """Returns the model with abstract arrays; raises ConfigError if it cannot be built."""
+    with nnx.use_eager_sharding(False):
+        try:
+            return nnx.eval_shape(lambda: _built(build, nnx.Rngs(0)))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model: cannot be built with these options: {error}") from error
 
 
 def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:

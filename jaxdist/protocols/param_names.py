@@ -1,7 +1,5 @@
 """Logical names of a model's parameters: its own, flax's, or by rules of the config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

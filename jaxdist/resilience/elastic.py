@@ -5,8 +5,6 @@ the step, so only two things move: the sizes of mesh axes, and the accumulation.
 without jax: the supervisor asks the same function before it starts the processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -3,8 +3,6 @@
 `python -m jaxdist.resilience.preflight`, on the processes of a run; `launch --preflight` starts it.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

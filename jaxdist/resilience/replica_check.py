@@ -4,8 +4,6 @@ Data parallelism keeps copies of the parameters and adds up gradients once for a
 computes wrongly lets its copy drift, and nothing else would say so.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The workdir of a run, as its supervisor sees it: where it is, how far it has come. No jax."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

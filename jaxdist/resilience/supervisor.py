@@ -5,8 +5,6 @@ killed at once, and all restart from the newest good checkpoint, on the slots th
 several agents the scheduler restarts: an agent then only ends its own processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

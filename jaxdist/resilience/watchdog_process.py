@@ -5,8 +5,6 @@ Among several, only one that is behind the others can hang: those ahead wait for
 and its own limit counts. They know of each other through small files, `WORKDIR/.beats/PROCESS`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

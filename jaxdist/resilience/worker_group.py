@@ -1,7 +1,5 @@
 """The processes of one start: begun together, heard together, ended together. No thread, no jax."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -1,7 +1,5 @@
 """The exact loss over a held-out set: sums and counts are added up, and divided once."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

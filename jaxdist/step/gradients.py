@@ -1,7 +1,5 @@
 """The loss of any model as sums, and its gradients over the parts of a global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

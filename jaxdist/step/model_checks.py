@@ -1,7 +1,5 @@
 """An abstract look at a model's own code, before anything compiles: can it be trained as asked?"""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What training carries from step to step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

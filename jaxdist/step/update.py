@@ -1,7 +1,5 @@
 """One optimizer update: clipping, rate, skipped steps and the moving average."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SHA-256 in hex, of what is given. Caches and checkpoints keep these, so they never change."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One process at a time: the lock of a file, which ends with its process."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

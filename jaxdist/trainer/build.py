@@ -1,7 +1,5 @@
 """What is built of a RunConfig: the model's spec, placements, batches and the train step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

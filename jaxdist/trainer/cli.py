@@ -1,7 +1,5 @@
 """The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import deque

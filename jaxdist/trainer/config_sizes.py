@@ -1,7 +1,5 @@
 """The shipped configs at the size of a CPU minute: `--config NAME:tiny`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ml_collections import ConfigDict

@@ -1,7 +1,5 @@
 """The last files of a finished run: a sample of text and the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

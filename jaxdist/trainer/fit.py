@@ -55,19 +55,17 @@ def fit(
     """Returns the model after `steps` updates; goes on where `folder` stopped, if it has a run.
 
     Args:
-      model: makes an nnx module of its rngs (a function or a class), or is one already, which stays as it
-        is. It has `loss(batch, key)`; see docs/your-own-model.md.
+      model: an nnx module, which stays as it is, or what makes one of its rngs; see docs/your-own-model.md.
       optimizer: of optax, used as it is; or our config, whose schedule ends with `steps`.
       batches: {entry: [N, ...]}, in an order that is ours; or a function from the step, from 0, to a global
         batch; or an iterable of global batches, of which a resumed run passes over those it has had.
       steps: updates in all, those before a resume included.
-      mesh: sizes of axes, dict(fsdp=4, tensor=2); the devices left over are `data`.
+      mesh: sizes of axes, dict(fsdp=4, tensor=2); the devices left over (default: of all) are `data`.
       folder: of checkpoints, metrics and events. None: a temporary one, without checkpoints.
       batch_size: samples of a global batch, where `batches` are arrays; default 32.
       validation: {entry: [N, ...]}, scored ten times a run; see settings "train.eval_every".
       seed: of everything random: the model's first values, the order, dropout.
       settings: any other key of the config, {"precision.compute": "bfloat16"}; see docs/configuration.md.
-      devices: default: all.
 
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its cure.
@@ -75,7 +73,6 @@ def fit(
       trainer.Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a script ends with 75.
     """
     build, initial = _builder(model)
-    transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
     workdir = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
@@ -88,10 +85,8 @@ def fit(
         "optimizer": _optimizer_values(optimizer),
         "mesh": configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {},
     }
-    defaults: dict[str, Any] = {"train.eval_every": max(steps // 10, 1)} if validation is not None else {}
-    if temporary:
-        defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
-    config = _config(configs.flatten(arguments), defaults, settings or {})
+    config = _config(configs.flatten(arguments), settings or {}, validation is not None, not temporary)
+    transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
     try:
         outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
@@ -216,7 +211,9 @@ def _optimizer_values(optimizer: Any) -> dict[str, Any]:
     return _OWN
 
 
-def _config(arguments: dict[str, Any], defaults: dict[str, Any], settings: Mapping[str, Any]) -> RunConfig:
+def _config(
+    arguments: dict[str, Any], settings: Mapping[str, Any], evaluates: bool, saves: bool
+) -> RunConfig:
     """Returns the run's config: the settings over what is usual, and what the arguments say.
 
     Raises:
@@ -226,5 +223,10 @@ def _config(arguments: dict[str, Any], defaults: dict[str, Any], settings: Mappi
     free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
     if taken := [key for key in settings if key in arguments and key not in free]:
         raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
+    defaults: dict[str, Any] = (
+        {"train.eval_every": max(arguments["train.steps"] // 10, 1)} if evaluates else {}
+    )
+    if not saves:
+        defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
     values = configs.flatten(run_config.default_config(_TARGET))
     return run_config.from_config(configs.unflatten(values | defaults | arguments | dict(settings)))

@@ -5,8 +5,6 @@ so a hook at each step costs the devices their queue: use `every(n, ...)`. All p
 hooks at the same steps, so a hook may run programs on all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal

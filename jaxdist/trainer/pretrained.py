@@ -1,7 +1,5 @@
 """A run that begins with a Hugging Face folder: its model's values, its tokenizer, its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

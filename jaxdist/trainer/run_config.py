@@ -4,8 +4,6 @@ The only place where one component's values are checked against another's. All f
 at once, before anything compiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The hook that saves: when a checkpoint is due, and what became of the saves."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run records of its steps: metrics that wait on the devices, rows, the display, elapsed time."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """A training run from its first check to its last file: restore or start, step, log, evaluate, save."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

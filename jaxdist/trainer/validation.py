@@ -1,7 +1,5 @@
 """The rules between a run's components: all faults at once, before anything compiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The folder of a run: its lock, its config, and what may change on resume."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

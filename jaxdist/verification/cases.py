@@ -1,7 +1,5 @@
 """What is verified: a config at tiny sizes, the layouts of it, its batch and its starting point."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

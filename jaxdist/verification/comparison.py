@@ -1,7 +1,5 @@
 """How far a step on a layout is from the same step on one device, and how far it may be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The proof itself: compile every layout in threads, run one step of each, compare."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading

@@ -13,8 +13,6 @@ unpipelined model; sources: PipeDream-Flush (arXiv:2006.09503), Megatron-LM (arX
 Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ stages, layers, ...]: place k = chunk * stages + stage has the layers from k * l
 places filled up with layers of zeros. Row by row this is the flat order, so a view is a reshape.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What a stage holds of the model: arrays of its layers and arrays of all else, trained or not."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
