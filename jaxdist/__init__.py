@@ -28,7 +28,8 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 # Older config files say `from jaxdist.recipe import default_config` and `from jaxdist.tiny import sized`.
-sys.modules.update(dict.fromkeys((f"{__name__}.recipe", f"{__name__}.tiny"), sys.modules[__name__]))
+recipe = tiny = sys.modules[__name__]
+sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.tiny": tiny})
 
 
 def __getattr__(name: str) -> object:

@@ -96,7 +96,8 @@ def check_retired(arrays: Mapping[str, Any]) -> None:
         fault = (
             f"after step {step} the schedule is at {position:g} and moves by {pace:g} a step, because "
             f"train.max_minutes hurried it; schedules follow the step alone now: continue this run with the "
-            f"version of jaxdist that wrote it, or start another one from its weights (init.from_run)"
+            f"version of jaxdist that wrote it, or export its weights (jaxdist convert) and start another "
+            f"run from them (init.from_huggingface)"
         )
         raise LayoutError([fault])
 

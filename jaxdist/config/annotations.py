@@ -77,6 +77,8 @@ def in_range(value: Any, annotation: Any) -> bool:
     """Returns whether a value has the annotation's type and range; a float with a range is finite."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
+        if value is None:  # where absence is allowed, the range is of what is there
+            return in_range(None, args[0])
         finite = value == value and value not in (math.inf, -math.inf)  # nan differs from itself
         limits = _limits(args[1:])
         return in_range(value, args[0]) and finite and all(holds(value, limit) for holds, _, limit in limits)

@@ -77,11 +77,14 @@ def write(
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
     wide = {name: rank for name, rank in ranks.items() if rank != config.rank}
     fields = _WRITTEN | {
-        "base_model_name_or_path": base or None, "r": config.rank, "lora_alpha": config.alpha,
-        "target_modules": sorted(ranks), "rank_pattern": wide,
+        "base_model_name_or_path": base or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": wide,
         "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in wide.items()},
         "fan_in_fan_out": family.model_type == "gpt2",
-    }  # fmt: skip
+    }
     (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return sum(x.nbytes for x in tensors.values())
 

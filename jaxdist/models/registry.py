@@ -116,9 +116,24 @@ def build_function(model: type[nnx.Module], options: Mapping[str, Any]) -> Calla
 
 
 def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
-    """Returns `Model.Config` of the options, with its hooks (see `protocols.model`); None without one."""
+    """Returns `Model.Config` of the options, with its hooks (see `protocols.model`); None without one.
+
+    Raises:
+      ConfigError: it refuses them.
+    """
     config: Any = options_class(model)
-    return None if config is model else config(**options)
+    try:
+        return None if config is model else config(**options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model: cannot be built with these options: {error}") from error
+
+
+def model_hook(config: Any, name: str) -> Any:
+    """Returns a function of the model's Config by its name; None if it has none, or data of that name."""
+    hook = getattr(config, name, None)
+    return hook if callable(hook) else None
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:

@@ -107,7 +107,7 @@ class TransformerConfig:
         return [*self._size_faults(), *self._rotary_faults(), *self._layer_faults()]
 
     def _size_faults(self) -> Iterator[str]:
-        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+        if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield (
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
                 f"model.num_heads={self.num_heads}; set it to a divisor"

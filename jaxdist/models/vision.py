@@ -52,7 +52,7 @@ class VisionConfig:
         return [
             f"model.{part}={sizes[part]} does not divide model.{whole}={sizes[whole]}"
             for part, whole in (("patch_size", "image_size"), ("num_heads", "d_model"))
-            if sizes[part] > 0 and sizes[whole] % sizes[part]
+            if min(sizes[part], sizes[whole]) > 0 and sizes[whole] % sizes[part]
         ]
 
 

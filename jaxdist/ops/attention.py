@@ -49,12 +49,17 @@ def attention(
       implementation: "auto" asks the platform; others force one (tests, measurements).
 
     Raises:
-      AssertionError: shapes that are not [B, S, H, N] and [B, S, K, N] twice.
-      ValueError: heads that don't group, an unknown implementation, a window without causal.
+      AssertionError: arrays of another rank.
+      ValueError: shapes that do not fit, heads that don't group, an unknown implementation, a window
+        without causal.
     """
     chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
-    chex.assert_equal_shape([k_BSKN, v_BSKN])
-    chex.assert_equal_shape([q_BSHN, k_BSKN], dims=(0, 1, 3))
+    q, k, v = q_BSHN.shape, k_BSKN.shape, v_BSKN.shape
+    if k != v or q[:2] != k[:2] or q[3] != k[3]:
+        raise ValueError(
+            f"attention: q {q}, k {k}, v {v}; required: [B, S, H, N], [B, S, K, N], [B, S, K, N] with equal "
+            f"B, S and N"
+        )
     _check(q_BSHN.shape[2], k_BSKN.shape[2], causal, window, implementation)
     length, head_size = q_BSHN.shape[1], q_BSHN.shape[-1]
     window = window if window and window < length else None  # kernels without a window do less

@@ -18,9 +18,9 @@ from jaxdist.protocols.param_names import Names
 
 
 def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
-    """Returns the rows [B, S, D] of the table [V, D] at integer indices, in the compute dtype."""
+    """Returns the rows [B, S, D] of the table [V, D] at integer indices of any rank, in the compute dtype."""
     kernel = table[...]
-    chex.assert_rank([kernel, indices_BS], 2)
+    chex.assert_rank(kernel, 2)
     chex.assert_type(indices_BS, int)
     dtype = execution.current().compute_dtype(kernel.dtype)
     return _embed(kernel, indices_BS, getattr(table, "logical", ()), dtype)

@@ -38,6 +38,11 @@ _TIDY_S = 5  # for the watcher to end
 
 Item = TypeVar("Item")
 
+_FIRST_PROCESS = (
+    "watchdog: no signal from inside a container ends its process 1, should this one hang; start it by "
+    "`jaxdist launch`, or with an init process (docker run --init)"
+)
+
 
 @dataclass(frozen=True)
 class WatchdogConfig:
@@ -70,6 +75,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._enabled:
+            if os.getpid() == 1:
+                print(_FIRST_PROCESS, file=sys.stderr)
             self._start()
         return self
 

@@ -1,10 +1,12 @@
 """The processes of one start: begun together, heard together, ended together. No thread, no jax."""
 
 import contextlib
+import ctypes
 import os
 import selectors
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,8 +14,21 @@ from jaxdist.config import EXIT_HANG
 from jaxdist.resilience.watchdog_process import HANG_SIGNAL
 
 _LAST_LINES = 15
-# Kills the process groups it is told of when the agent ends, even by kill -9: that closes the pipe.
+_PR_SET_PDEATHSIG = 1
+# Kills the process groups it is told of, should the agent's end of the pipe close first.
 _GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
+
+
+def _die_with_parent(libc: ctypes.CDLL | None, parent: int) -> None:
+    """Runs in the child: the kernel kills it when the agent is gone, even by kill -9."""
+    if libc is not None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class WorkerGroup:
@@ -46,14 +61,17 @@ class WorkerGroup:
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
         )
+        libc, agent = _libc(), os.getpid()
         try:
             for number, environment in enumerate(environments, first):
-                self._start(number, command, environment)
+                self._start(number, command, environment, lambda: _die_with_parent(libc, agent))
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _start(
+        self, number: int, command: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None]
+    ) -> None:
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -61,11 +79,12 @@ class WorkerGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=prepare,
         )
         assert process.stdout is not None and self._guard.stdin is not None
         self.processes[number], self._partial[number] = process, b""
         self.last_lines[number] = deque(maxlen=_LAST_LINES)
-        with contextlib.suppress(BrokenPipeError):  # the guard is gone: the run goes on without
+        with contextlib.suppress(BrokenPipeError):  # the guard is gone: the kernel still guards
             self._guard.stdin.write(b"%d\n" % process.pid)
             self._guard.stdin.flush()
         os.set_blocking(process.stdout.fileno(), False)

@@ -34,7 +34,9 @@ from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
-MAX_TRACES = 2  # of the step in a run: to compile it ahead, and once more in another thread
+# Of the step in a run: to compile it ahead; by its first call, where an optimizer's own first state may be
+# weakly typed; and by the second, whose state is the step's.
+MAX_TRACES = 3
 
 
 class TrainingStopped(RuntimeError):
@@ -200,7 +202,7 @@ class Trainer:
         self.log = StepLog(config, progress, writer, display, throughput, self._samples)
         self.saver = Saver(store, built.views, writer, display, self._checkpoint_metadata)
         evaluation = every(config.train.eval_every, self._evaluate, at_end=True)
-        self.hooks = [*hooks, evaluation, self.saver]  # the saver last: it saves what a hook requests
+        self.hooks = [*hooks, evaluation]  # the saver comes after them: it saves what a hook requests
         self.stopped = ""  # why the run ended early
         self.finished = False  # whether it came to its end now
 

@@ -133,7 +133,7 @@ def _sample_faults(run: RunConfig) -> Iterator[str]:
     if train.sample_tokens and most and most < longest:
         yield (
             f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the model's longest "
-            f"sequence, {most} (learned positions: model.max_positions); lower it"
+            f"sequence, {most}{_cure_of_length(run)}; lower it"
         )
 
 
@@ -141,9 +141,13 @@ def _sequence_faults(run: RunConfig) -> Iterator[str]:
     most, length = getattr(run.model_config, "max_length", None), run.batch.sequence_length
     if most and most < length:
         yield (
-            f"batch.sequence_length={length} exceeds the model's longest sequence, {most}; shorten the "
-            f"sequence or, with learned positions, raise model.max_positions"
+            f"batch.sequence_length={length} exceeds the model's longest sequence, {most}"
+            f"{_cure_of_length(run)}; shorten the sequence"
         )
+
+
+def _cure_of_length(run: RunConfig) -> str:
+    return " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
 
 
 def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:

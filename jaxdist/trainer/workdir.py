@@ -232,7 +232,7 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     conventions are what the program does, and all counts as trained.
     """
     length = targets_per_sample(run)
-    if formula := getattr(run.model_config, "flops_per_token", None):
+    if formula := registry.model_hook(run.model_config, "flops_per_token"):
         less = _frozen_flops(run, spec)
         return {convention: formula(length, convention) - less for convention in ("causal", "full")}
     batch = batch_shapes(run, 1)

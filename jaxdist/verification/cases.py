@@ -13,6 +13,7 @@ import numpy as np
 from jaxdist import config as configs
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
+from jaxdist.models import registry
 from jaxdist.parallel.axes import AXES, BATCH_AXES, BUILT, SEQUENCE_AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.param_names import FSDP_NAME
@@ -61,9 +62,9 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
         new["batch.sequence_length"] = min(32, run.batch.sequence_length)
         run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
     config = run.model_config
-    if hasattr(config, "tiny"):
-        split = (*config.tensor_parallel_dims, FSDP_NAME)
-        for name, size in config.tiny(new["batch.sequence_length"]).items():
+    if tiny := registry.model_hook(config, "tiny"):
+        split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME)
+        for name, size in tiny(new["batch.sequence_length"]).items():
             new[f"model.{name}"] = math.lcm(size, num_devices) if name in split else size
     else:
         _refuse_if_large(run)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,27 @@ def test_a_folder_of_an_older_version_resumes(tmp_path):
     again = fit(folder=tmp_path / "old", steps=4, settings=EVERY)
     assert again.step == len(losses(again)) == 4
     assert f'"{new}"' in file.read_text()
+
+
+def test_a_save_that_cannot_start_is_tried_once_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    settings = {"checkpoint.every_steps": 5, "checkpoint.patience_s": 0.0}
+    with pytest.raises(trainer.TrainingStopped, match="last checkpoint could not be written"):
+        fit(folder=tmp_path, steps=10, settings=settings)
+    saves = [event["step"] for event in read_events(tmp_path) if event["event"] == "save"]
+    assert saves == [5, 10, 10]  # when due, and at the end once more
+
+
+def test_an_optimizer_with_weakly_typed_state_trains():
+    start, update = optax.sgd(1e-2).init, optax.sgd(1e-2).update
+
+    def scaled(updates, state, parameters=None):
+        updates, inner = update(updates, state[1], parameters)
+        return updates, (state[0] * jnp.float32(1), inner)
+
+    weak = optax.GradientTransformation(lambda p: (jnp.asarray(1.0), start(p)), scaled)
+    assert weak.init({})[0].weak_type
+    assert fit(optimizer=weak, steps=4).step == 4
 
 
 def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
