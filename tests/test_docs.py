@@ -21,7 +21,8 @@ ELSEWHERE = re.compile(r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bfacts/\w|\b[Ii]ssues
 def files_of_the_project() -> list[Path]:
     folders = ("jaxdist", "configs", "tests", "docs", "examples", "benchmarks", "deploy", ".ci")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in TEXT]
-    kept = [file for file in files if file.is_file() and "__pycache__" not in file.parts]
+    made = ROOT / ".ci" / "env"  # by .ci/run
+    kept = [f for f in files if f.is_file() and "__pycache__" not in f.parts and made not in f.parents]
     return [*kept, *ROOT.glob("*.md"), *ROOT.glob("*.toml")]
 
 
