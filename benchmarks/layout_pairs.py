@@ -9,7 +9,7 @@ What differs from ours (float8, torch, a pipeline without lockstep) is said besi
 import json
 import sys
 
-from jaxdist import config
+from jaxdist.config import files
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
@@ -82,9 +82,9 @@ def main(names: list[str]) -> None:
 
 def _planned(layout: str, target: str, words: str, published: float, source: str) -> dict:
     name, _, words = words.partition(" ")
-    values = config.load(name, folders=config.packaged_folders())
+    values = files.load(name, folders=files.packaged_folders())
     pairs = dict(word.split("=", 1) for word in words.split())
-    config.apply_overrides(values, pairs, run_config.full_schema(values.model.target))
+    files.apply_overrides(values, pairs, run_config.full_schema(values.model.target))
     options = CompileOptions(memory_bytes=6 * 2**30)
     plan = make_plan(run_config.from_config(values), targets.parse(target), options=options)
     time, cpu = plan.time, plan.compiled and plan.compiled.cpu_seconds

@@ -19,8 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from points import POINTS, Point, command, find
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, files
 from jaxdist.planner import targets, timing
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import Plan, make_plan
@@ -35,9 +34,9 @@ RESULTS = Path(__file__).parent / "results" / "plan-points.json"
 
 def run_of(point: Point) -> RunConfig:
     """Returns the run of a point."""
-    config = configs.load(point.config, folders=[CONFIGS])
+    config = files.load(point.config, folders=[CONFIGS])
     texts = {name: str(value) for name, value in point.overrides.items()}
-    configs.apply_overrides(config, texts, run_config.full_schema(config.model.target))
+    files.apply_overrides(config, texts, run_config.full_schema(config.model.target))
     return run_config.from_config(config)
 
 

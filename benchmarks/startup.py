@@ -63,10 +63,11 @@ def write_inputs(folder: Path, shape_name: str) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import step
 from handwritten import SHAPES, Options
-from jaxdist import config, recipe
+from jaxdist import recipe
+from jaxdist.config import schema
 run = step.run_config(SHAPES[{shape_name!r}], Options())
-flat = config.flatten(config.to_config_dict(run))
-usual = config.flatten(recipe.default_config())
+flat = schema.flatten(schema.to_config_dict(run))
+usual = schema.flatten(recipe.default_config())
 print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual.get(k) != v))
 """
     done = subprocess.run(

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist import config as configs
 from jaxdist import interop
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, trees
+from jaxdist.config import ConfigError, Parser, schema, trees
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
@@ -110,7 +109,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
         store.save(0, state, {"converted_from": str(flags.source)})
         if failed := [saved.error for saved in store.poll() if saved.error]:
             raise failed[0]
-    workdir.write_json(target / workdir.CONFIG, configs.to_config_dict(run).to_dict())
+    workdir.write_json(target / workdir.CONFIG, schema.to_config_dict(run).to_dict())
     read_as = ""
     if fields.get("model_type") not in interop.FAMILIES:
         read_as = f" ({fields.get('model_type')!r} is not known: compare its logits)"
@@ -120,7 +119,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = configs.Parser(prog="jaxdist convert", description=__doc__)
+    parser = Parser(prog="jaxdist convert", description=__doc__)
     add = parser.add_argument
     add("--from", dest="source", required=True, type=Path, help="folder to read")
     add("--to", dest="target", required=True, type=Path, help="folder to write: empty, or not there yet")

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import jaxdist
-from jaxdist import config
 from jaxdist.__main__ import COMMANDS
-from jaxdist.config import extras
+from jaxdist.config import extras, files
 from support.paths import DATA, ROOT, SUPPORT, TESTS
 
 PACKAGE = ROOT / "jaxdist"
@@ -250,7 +249,7 @@ def test_config_files_of_the_first_version_still_load(tmp_path):
         "def get_config():\n    config = sized(default_config(), None)\n"
         "    config.seed = 7\n    return config\n"
     )
-    assert config.load(str(file), folders=()).seed == 7
+    assert files.load(str(file), folders=()).seed == 7
 
 
 @pytest.mark.parametrize("name", sorted(jaxdist._EXPORTS))
@@ -319,9 +318,9 @@ def imported_tests(source: str) -> list[str]:
 
 
 def test_what_tests_share_is_in_support():
-    files = [file for file in modules_of_tests() if SUPPORT not in file.parents]
-    other = [f.name for f in files if not f.name.startswith("test_") and f.name != "conftest.py"]
-    assert len(files) > 50 and not other, f"move to tests/support: {other}"
+    test_files = [file for file in modules_of_tests() if SUPPORT not in file.parents]
+    other = [f.name for f in test_files if not f.name.startswith("test_") and f.name != "conftest.py"]
+    assert len(test_files) > 50 and not other, f"move to tests/support: {other}"
     hidden = [f.name for f in SUPPORT.rglob("*.py") if f.name.startswith(("test_", "conftest"))]
     assert not hidden, f"move out of tests/support: {hidden}"
 

@@ -7,8 +7,8 @@ import shlex
 import jax
 import pytest
 
-from jaxdist import config, train
-from jaxdist.config import ConfigError
+from jaxdist import train
+from jaxdist.config import ConfigError, files, schema
 from jaxdist.planner import dry_run
 from jaxdist.trainer import cli, run_config, validation, workdir
 from support import goldens
@@ -48,7 +48,7 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
     assert commands, f"configs/{name}.py: write the command on top"
     for command in commands:
         run = parse(*command[3:])
-        assert not config.faults(run.data)
+        assert not schema.faults(run.data)
         devices = dry_run.missing_devices(run.mesh, {"JAX_PLATFORMS": "cpu"}) or 1
         validation.validate(run, jax.devices()[:devices])
     assert name in SMALL or any(f"{name}:tiny" in command for command in commands)
@@ -120,9 +120,9 @@ def test_no_golden_is_left_over():
 
 
 def test_at_most_150_keys_each_with_a_meaning():
-    schema = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
-    assert 50 < len(schema) <= 150
-    assert not [path for path, field in schema.items() if not field.doc]
+    fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
+    assert 50 < len(fields) <= 150
+    assert not [path for path, field in fields.items() if not field.doc]
 
 
 def test_goldens_hold_splits_copies_and_refusals():
@@ -132,4 +132,4 @@ def test_goldens_hold_splits_copies_and_refusals():
 
 
 def test_the_packaged_folder_is_the_checkout_s():
-    assert config.packaged_folders() == (goldens.ROOT / "configs",)
+    assert files.packaged_folders() == (goldens.ROOT / "configs",)

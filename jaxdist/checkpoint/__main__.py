@@ -15,6 +15,7 @@ from jaxdist import config
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
 
 Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
@@ -118,7 +119,7 @@ def _diff(flags: argparse.Namespace) -> Result:
     differ |= {n: "values" for n in a if n in b and a[n] == b[n] and prints[0].get(n) != prints[1].get(n)}
     only = {"only_first": [n for n in a if n not in b], "only_second": [n for n in b if n not in a]}
     equal = not (differ or only["only_first"] or only["only_second"])
-    changes = config.diff(*({"run": dict(info.metadata)} for info in infos))
+    changes = schema.diff(*({"run": dict(info.metadata)} for info in infos))
     metadata = [f"{c.path}: {c.old!r} and {c.new!r}" for c in changes]
     return {"equal": equal, "different": differ, **only, "metadata": metadata}, 0 if equal else 1
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxdist.config import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,66 +1,40 @@
-"""Typed configuration without jax: errors, schemas, config files and overrides."""
+"""Typed configuration without jax; here what commands report of bad input: ConfigError, exit codes."""
 
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from jaxdist.config.errors import (
-    EXIT_CONFIG,
-    EXIT_HANG,
-    EXIT_NO_CHECKPOINT,
-    EXIT_PEER_LOST,
-    EXIT_PREEMPTED,
-    ConfigError,
-    Parser,
-    suggest,
-)
-from jaxdist.config.files import apply_overrides, help_text, load, packaged_folders
-from jaxdist.config.schema import (
-    MISSING,
-    Change,
-    Field,
-    Schema,
-    diff,
-    faults,
-    fingerprint,
-    flatten,
-    from_config_dict,
-    parse_value,
-    range_faults,
-    resolve,
-    schema_of,
-    to_config_dict,
-    unflatten,
-)
+import argparse
+import difflib
+import typing
+from collections.abc import Iterable
 
-__all__ = [
-    "EXIT_CONFIG",
-    "EXIT_HANG",
-    "EXIT_NO_CHECKPOINT",
-    "EXIT_PEER_LOST",
-    "EXIT_PREEMPTED",
-    "MISSING",
-    "Change",
-    "ConfigError",
-    "Field",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "Parser",
-    "PositiveFloat",
-    "PositiveInt",
-    "Schema",
-    "Share",
-    "apply_overrides",
-    "diff",
-    "faults",
-    "fingerprint",
-    "flatten",
-    "from_config_dict",
-    "help_text",
-    "load",
-    "packaged_folders",
-    "parse_value",
-    "range_faults",
-    "resolve",
-    "schema_of",
-    "suggest",
-    "to_config_dict",
-    "unflatten",
-]
+EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
+EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
+EXIT_HANG = 76  # killed by the watchdog
+EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
+
+
+class ConfigError(ValueError):
+    """All faults of a configuration: one line each, with what is given, required, and to change."""
+
+    def __init__(self, faults: str | Iterable[str]):
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        super().__init__(self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser; its errors are configuration errors, as those of all commands."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
+    choices = list(choices)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
+        leaf = name.rpartition(".")[2]
+        near = [choice for choice in choices if choice.rpartition(".")[2] == leaf][:1]
+    return f" Did you mean {near[0]}?" if near else ""

@@ -13,8 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import annotations
-from jaxdist.config.errors import ConfigError, suggest
+from jaxdist.config import ConfigError, annotations, suggest
 from jaxdist.config.schema import MISSING, Schema, flatten, parse_value, to_config_dict, unknown_field
 
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import annotations
-from jaxdist.config.errors import ConfigError, suggest
+from jaxdist.config import ConfigError, annotations, suggest
 
 MISSING = dataclasses.MISSING
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.config import faults as config_faults
+from jaxdist.config.schema import faults as config_faults
 from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute

@@ -19,8 +19,8 @@ from annotated_types import Interval
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError, NonNegativeFloat, NonNegativeInt
+from jaxdist.config import ConfigError, schema
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
 
@@ -260,7 +260,7 @@ def _check(
     longest: int | None,
     sampling: SamplingConfig,
 ) -> None:
-    faults = configs.faults(sampling)
+    faults = schema.faults(sampling)
     if samples.shape != (len(rows),):
         faults.append(f"{samples.size} sample numbers for {len(rows)} prompts; give one a prompt")
     if max_tokens < 1:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError, suggest
+from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
 from jaxdist.models.transformer import TransformerConfig
@@ -78,7 +77,7 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         if str(kind) in _UNLIKE:
             faults.append(f"model_type={kind!r}: {_UNLIKE[str(kind)]}")
     if not faults:
-        faults = configs.faults(TransformerConfig(**values), "model.")
+        faults = schema.faults(TransformerConfig(**values), "model.")
     if faults and family.model_type != kind:
         known = f"there are {', '.join(FAMILIES)}, and what has Llama's fields and tensors"
         faults.insert(0, f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}")

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.config import ConfigError, NonNegativeInt, PositiveFloat, extras, trees
+from jaxdist.config import ConfigError, extras, trees
+from jaxdist.config.annotations import NonNegativeInt, PositiveFloat
 from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
 from jaxdist.protocols.param_names import Names
 

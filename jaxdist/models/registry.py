@@ -12,8 +12,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError, suggest
+from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.storage.digest import digest
 
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
@@ -140,6 +139,6 @@ def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[s
     """Returns what is wrong with the values by the model's annotations, and by its config's `faults`."""
     config = model_config(model, options)
     if config is not None:
-        return configs.faults(config, "model.")
+        return schema.faults(config, "model.")
     values = {f"model.{name}": value for name, value in options.items()}
-    return list(configs.range_faults(values, configs.schema_of(model, "model.")))
+    return list(schema.range_faults(values, schema.schema_of(model, "model.")))

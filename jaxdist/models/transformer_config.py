@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
-from jaxdist.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
 
 SIZES = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")

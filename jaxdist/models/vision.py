@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.config import PositiveInt, Share
+from jaxdist.config.annotations import PositiveInt, Share
 from jaxdist.models.layers import (
     ACTIVATIONS,
     Norm,

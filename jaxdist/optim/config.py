@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from jaxdist.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]  # given: to jaxdist.fit
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxdist.config import ConfigError, faults, trees
+from jaxdist.config import ConfigError, trees
+from jaxdist.config.schema import faults
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
 from jaxdist.optim.schedules import Schedule

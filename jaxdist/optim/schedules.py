@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxdist.config import ConfigError, faults
+from jaxdist.config import ConfigError
+from jaxdist.config.schema import faults
 from jaxdist.optim.config import _DECAYING, OptimizerConfig, warmup_faults
 
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate

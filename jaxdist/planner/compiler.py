@@ -21,8 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import ConfigError, extras, schema
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import GIB
@@ -115,7 +114,7 @@ def compile_run(
     notes = tuple(check_versions(target.platform))
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
-        workdir.write_json(folder / workdir.CONFIG, configs.to_config_dict(run).to_dict())
+        workdir.write_json(folder / workdir.CONFIG, schema.to_config_dict(run).to_dict())
         request = {
             "target": target.text,
             "platform": target.platform,

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.axes import AXES
@@ -35,7 +34,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     say(build.batch_arithmetic(run, shape))
     for line in pipeline_report.lines(run, spec, rules):
         say(line)
-    for fault in configs.faults(run.data, "data."):
+    for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
     flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

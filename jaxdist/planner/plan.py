@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import advice, communication, memory, show, targets, timing
@@ -76,7 +75,7 @@ class Plan:
             "warnings": list(self.warnings),
             "versions": dict(done.versions) if done else versions(),
             "compile": {n: getattr(done, n) for n in _COMPILE} if done else {},
-            "config": configs.to_config_dict(self.run).to_dict(),
+            "config": schema.to_config_dict(self.run).to_dict(),
         }
 
     def _memory(self) -> dict[str, Any]:

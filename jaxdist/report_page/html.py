@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from html import escape
 from importlib import resources
 
-from jaxdist import config
+from jaxdist.config import schema
 from jaxdist.report_page.charts import Curve, chart, smooth
 from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
 from jaxdist.telemetry.units import duration_text
@@ -239,7 +239,7 @@ def _config(runs: Sequence[RunSummary]) -> str:
 def _info(runs: Sequence[RunSummary]) -> str:
     elsewhere = ("sharding", "timeline_svg")
     infos = [{key: run.info[key] for key in run.info if key not in elsewhere} for run in runs]
-    rows = _side_by_side([config.flatten(info) for info in infos])
+    rows = _side_by_side([schema.flatten(info) for info in infos])
     return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist import config
+from jaxdist.config import ConfigError, schema
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
@@ -45,10 +45,10 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     """
     folder = Path(workdir)
     if not folder.is_dir():
-        raise config.ConfigError(f"{folder}: no such folder; give the workdir of a training run")
+        raise ConfigError(f"{folder}: no such folder; give the workdir of a training run")
     known = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json", "plan.txt")
     if not any((folder / file).exists() for file in known):
-        raise config.ConfigError(
+        raise ConfigError(
             f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train or plan"
         )
 
@@ -59,7 +59,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     return RunSummary(
         name=name or folder.resolve().name,
         folder=folder,
-        config=config.flatten(_read_json(folder / "config.json", {})),
+        config=schema.flatten(_read_json(folder / "config.json", {})),
         info=_read_json(folder / "run.json", {}),
         rows=metrics.read_rows(folder),
         events=metrics.read_events(folder),

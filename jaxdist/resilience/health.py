@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxdist.config import NonNegativeFloat, NonNegativeInt
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
 from jaxdist.resilience.replica_check import Comparison, compare_replicas

@@ -29,7 +29,9 @@ from typing import IO, Annotated, Any, TypeVar
 from annotated_types import Ge
 
 import jaxdist
-from jaxdist.config import EXIT_HANG, ConfigError, NonNegativeFloat, faults
+from jaxdist.config import EXIT_HANG, ConfigError
+from jaxdist.config.annotations import NonNegativeFloat
+from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config import NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import NonNegativeInt, PositiveInt
 
 FOLDER = "profile"
 TABLE_ROWS = 40  # of top_ops.txt

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxdist import config as configs
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError, Parser, files, schema, suggest
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
@@ -45,18 +44,18 @@ def parse(
         if asks_help:
             raise SystemExit(0)
         raise ConfigError("--config is missing: name one, e.g. --config quickstart")
-    config = _retarget(configs.load(flags.config, folders=configs.packaged_folders()), overrides)
-    schema = full_schema(_target(config))
+    config = _retarget(files.load(flags.config, folders=files.packaged_folders()), overrides)
+    fields = full_schema(_target(config))
     if asks_help:
-        print("\n" + configs.help_text(config, schema))
+        print("\n" + files.help_text(config, fields))
         raise SystemExit(0)
     try:
-        configs.apply_overrides(config, overrides, schema)
+        files.apply_overrides(config, overrides, fields)
     except ConfigError as error:
         faults += error.faults
     if faults or unknown:
         raise ConfigError(unknown + faults)
-    if configs.flatten(config).get("init.from_huggingface"):
+    if schema.flatten(config).get("init.from_huggingface"):
         pretrained.apply_hf_config(config, overrides, _before(flags))
     return flags, from_config(config)
 
@@ -96,13 +95,12 @@ def _own_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[a
         raise ConfigError(f"{error}; --help lists the flags") from None
     names = ["--" + name.replace("_", "-") for name in vars(flags)]
     return flags, [
-        f"{item}: no such flag;{configs.suggest(item.partition('=')[0], names)} --help lists them"
-        for item in unknown
+        f"{item}: no such flag;{suggest(item.partition('=')[0], names)} --help lists them" for item in unknown
     ]
 
 
 def _target(config: ConfigDict) -> str:
-    return configs.flatten(config).get("model.target", registry.DEFAULT_TARGET)
+    return schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
 
 
 def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
@@ -114,7 +112,7 @@ def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
     return config
 
 
-class WorkdirParser(configs.Parser):
+class WorkdirParser(Parser):
     """A parser with --workdir, --step and --mesh, for commands that use a trained run."""
 
     def __init__(self, name: str, description: str | None):
@@ -136,7 +134,7 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.mesh:
         sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
         axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in sizes.items()}
-        mesh = configs.from_config_dict(MeshConfig, axes)
+        mesh = schema.from_config_dict(MeshConfig, axes)
     _print_error(initialize.prepare())
     return {"folder": flags.workdir, "step": flags.step, "mesh": mesh, "log": _print_error}
 
@@ -153,10 +151,10 @@ def exit_code(main: Callable[[], int]) -> int:
     except (ConfigError, MissingExtra) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        return configs.EXIT_CONFIG
+        return EXIT_CONFIG
     except CheckpointError as error:
         _print_error(f"error: {error}")
-        return configs.EXIT_NO_CHECKPOINT
+        return EXIT_NO_CHECKPOINT
 
 
 def exit_with_code(main: Callable[[], int]) -> None:

@@ -16,9 +16,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxdist import config as configs
 from jaxdist.checkpoint.state_dict import LayoutError
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data.user_batches import Batches, open_given
 from jaxdist.inference.decoding import Generation, SamplingConfig
 from jaxdist.models import registry
@@ -83,9 +82,9 @@ def fit(
         "data.path": dataset.samples,
         "model.name": _name(model, build),
         "optimizer": _optimizer_values(optimizer),
-        "mesh": configs.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {},
+        "mesh": schema.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {},
     }
-    config = _config(configs.flatten(arguments), settings or {}, validation is not None, not temporary)
+    config = _config(schema.flatten(arguments), settings or {}, validation is not None, not temporary)
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
     try:
@@ -228,5 +227,5 @@ def _config(
     )
     if not saves:
         defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
-    values = configs.flatten(run_config.default_config(_TARGET))
-    return run_config.from_config(configs.unflatten(values | defaults | arguments | dict(settings)))
+    values = schema.flatten(run_config.default_config(_TARGET))
+    return run_config.from_config(schema.unflatten(values | defaults | arguments | dict(settings)))

@@ -11,9 +11,9 @@ from typing import Any
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jaxdist import config as configs
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Schema, Share
+from jaxdist.config import schema
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
@@ -133,8 +133,8 @@ def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
 
 def run_fingerprint(run: RunConfig) -> str:
     """Returns the hash of all that determines the losses."""
-    flat = configs.flatten(configs.to_config_dict(run))
-    return configs.fingerprint(flat, ignore=harmless_on_resume(run))
+    flat = schema.flatten(schema.to_config_dict(run))
+    return schema.fingerprint(flat, ignore=harmless_on_resume(run))
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------------------
@@ -142,26 +142,26 @@ def run_fingerprint(run: RunConfig) -> str:
 
 def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
     """Returns the defaults of a run of the target's model; config files change it and return it."""
-    config = configs.to_config_dict(RunConfig())
+    config = schema.to_config_dict(RunConfig())
     with config.unlocked():
         config.model = model_defaults(target)
     return config
 
 
 def model_defaults(target: str) -> dict[str, Any]:
-    schema = configs.schema_of(registry.options_class(registry.find_model(target)))
+    fields = schema.schema_of(registry.options_class(registry.find_model(target)))
     # An option without a default is left out: setting it is then required.
-    known = {p: f.default for p, f in schema.items() if f.default is not configs.MISSING}
+    known = {p: f.default for p, f in fields.items() if f.default is not schema.MISSING}
     return {"target": target, **known}
 
 
-def full_schema(target: str) -> Schema:
+def full_schema(target: str) -> schema.Schema:
     """Returns every field of a run of this model, in order."""
-    schema = configs.schema_of(RunConfig)
+    fields = schema.schema_of(RunConfig)
     options = registry.options_class(registry.find_model(target))
     doc = "class, package.module:Class"
-    schema["model.target"] = configs.Field("model.target", str, registry.DEFAULT_TARGET, doc)
-    return schema | configs.schema_of(options, "model.")
+    fields["model.target"] = schema.Field("model.target", str, registry.DEFAULT_TARGET, doc)
+    return fields | schema.schema_of(options, "model.")
 
 
 def from_config(config: ConfigDict | Mapping) -> RunConfig:
@@ -170,8 +170,8 @@ def from_config(config: ConfigDict | Mapping) -> RunConfig:
     Raises:
       ConfigError: unknown keys and wrong types, all at once.
     """
-    flat = configs.flatten(config)
+    flat = schema.flatten(config)
     target = flat.get("model.target", registry.DEFAULT_TARGET)
-    return configs.from_config_dict(
-        RunConfig, configs.unflatten(configs.resolve(flat, full_schema(str(target))))
+    return schema.from_config_dict(
+        RunConfig, schema.unflatten(schema.resolve(flat, full_schema(str(target))))
     )

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxdist import config as configs
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import extras
+from jaxdist.config import extras, schema
 from jaxdist.data import Dataset, SourceError
 from jaxdist.data.loader import Loader
 from jaxdist.distributed import consistency, coordination
@@ -129,7 +128,7 @@ def _open_workdir(
       ConfigError: processes differ in config, code or folder; another process uses the workdir; the
         config does not fit the run in it.
     """
-    flat = configs.flatten(configs.to_config_dict(config))
+    flat = schema.flatten(schema.to_config_dict(config))
     consistency.agree(lambda: flat | consistency.code(spec.model_class))
     with coordination.raise_on_all():
         if _is_lead():

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 
 import jax
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
@@ -68,10 +67,10 @@ def validate_on(
     Raises:
       ConfigError: every fault of the run, each with its cure.
     """
-    faults = configs.faults(run if with_data else replace(run, data=DataConfig()))
+    faults = schema.faults(run if with_data else replace(run, data=DataConfig()))
     unbuildable = registry.option_faults(run.model_class, run.model_options)
     for part in ("lora", "optimizer"):  # their patterns choose parameters
-        unbuildable += configs.faults(getattr(run, part), f"{part}.")
+        unbuildable += schema.faults(getattr(run, part), f"{part}.")
     faults = list(dict.fromkeys([*faults, *unbuildable, *_faults(run)]))
     shape = None
     try:

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import config as configs
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import Dataset
 from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
@@ -115,7 +114,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     Raises:
       ConfigError: one line per such change.
     """
-    new = configs.to_config_dict(run)
+    new = schema.to_config_dict(run)
     goes_on = has_steps(checkpoints_folder(folder, run))
     if not goes_on and (folder / CONFIG).exists():  # its steps may lie where the config before had them
         chosen = read_config(folder).checkpoint.folder
@@ -126,12 +125,12 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
                 f"back, copy them, or start a new run with another --workdir"
             )
     if goes_on and (folder / CONFIG).exists():
-        old = configs.to_config_dict(read_config(folder))
+        old = schema.to_config_dict(read_config(folder))
         allowed = harmless_on_resume(run)
         faults = [
             f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
             f"put it back, or start a new run with another --workdir"
-            for change in configs.diff(old, new)
+            for change in schema.diff(old, new)
             if not any(fnmatch(change.path, pattern) for pattern in allowed)
         ]
         if faults:

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.models import registry
 from jaxdist.parallel.axes import AXES, BATCH_AXES, BUILT, SEQUENCE_AXES
@@ -51,7 +50,7 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
     Raises:
       ConfigError: such a model has more than 5 M parameters.
     """
-    old = configs.flatten(configs.to_config_dict(run))
+    old = schema.flatten(schema.to_config_dict(run))
     unit = ACCUMULATION * num_devices
     new = {
         "batch.global_size": unit * -(-16 // unit),
@@ -92,8 +91,8 @@ def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
 
     It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads at once.
     """
-    flat = configs.flatten(configs.to_config_dict(run))
-    return run_config.from_config(configs.unflatten(flat | dict(overrides)))
+    flat = schema.flatten(schema.to_config_dict(run))
+    return run_config.from_config(schema.unflatten(flat | dict(overrides)))
 
 
 # --- the layouts ----------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ def _pipelines(num_devices: int, period: int) -> list[CaseLayout]:
 
 def _own(run: RunConfig, num_devices: int, others: Sequence[CaseLayout]) -> list[CaseLayout]:
     """Returns the config's own layout, unless one of the others is the same."""
-    flat = configs.flatten(configs.to_config_dict(run))
+    flat = schema.flatten(schema.to_config_dict(run))
     own = {path: flat[path] for path in ONE_DEVICE}
     own["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
     known = math.prod(own[f"mesh.{axis}"] for axis in AXES if own[f"mesh.{axis}"] > 0)

@@ -23,7 +23,7 @@ from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import faults
+from jaxdist.config.schema import faults
 from support.checkpoints import (
     abstract_on,
     assert_bitwise,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from jaxdist import config
+from jaxdist.config import annotations, files, schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Run(Base):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    rate: config.PositiveFloat = 1e-3  # of it
+    rate: annotations.PositiveFloat = 1e-3  # of it
     decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
-    steps: config.PositiveInt | Literal[-1] = -1
-    shape: Annotated[tuple[config.NonNegativeInt, ...], Len(1)] = (0,)
+    steps: annotations.PositiveInt | Literal[-1] = -1
+    shape: Annotated[tuple[annotations.NonNegativeInt, ...], Len(1)] = (0,)
     heads: Annotated[int, MultipleOf(8)] = 8
     kind: Literal["adam", "sgd"] = "adam"
     free: float = float("inf")  # a number without a range may be anything
@@ -81,7 +82,7 @@ class Net:
         pass
 
 
-SCHEMA = config.schema_of(Run)
+SCHEMA = schema.schema_of(Run)
 
 
 def faults_of(function, *args, **kwargs) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ def faults_of(function, *args, **kwargs) -> tuple[str, ...]:
 
 def test_schema_holds_leaves_in_source_order_with_their_comments():
     assert list(SCHEMA)[:3] == ["seed", "rate", "dims"]
-    assert SCHEMA["batch.global_size"] == config.Field(
+    assert SCHEMA["batch.global_size"] == schema.Field(
         "batch.global_size", int, 8, "sequences per step, >= 1"
     )
     assert SCHEMA["seed"].doc == "for everything random"  # inherited
@@ -107,17 +108,17 @@ def test_an_owners_default_beats_the_groups_own():
     class Owner:
         batch: Batch = Batch(global_size=64)
 
-    assert config.schema_of(Owner)["batch.global_size"].default == 64
-    assert config.from_config_dict(Owner, {}) == Owner()
+    assert schema.schema_of(Owner)["batch.global_size"].default == 64
+    assert schema.from_config_dict(Owner, {}) == Owner()
 
 
 def test_schema_of_a_plain_class_reads_its_init():
-    schema = config.schema_of(Net, "model.")
-    assert {path: field.default for path, field in schema.items()} == {
-        "model.width": config.MISSING,
+    fields = schema.schema_of(Net, "model.")
+    assert {path: field.default for path, field in fields.items()} == {
+        "model.width": schema.MISSING,
         "model.depth": 2,
     }
-    assert faults_of(config.resolve, {}, schema) == ("model.width: not set, required int.",)
+    assert faults_of(schema.resolve, {}, fields) == ("model.width: not set, required int.",)
 
 
 @pytest.mark.parametrize(
@@ -139,45 +140,45 @@ def test_schema_of_a_plain_class_reads_its_init():
 )
 def test_faults_say_the_value_and_its_range(change, fault):
     legal = Optimizer(rate=1, decay=0.0, steps=10**30, shape=(1, 2), heads=16)
-    assert config.faults(Owner(Optimizer())) == config.faults(Owner(legal)) == []
-    assert config.faults(Owner(Optimizer(**change))) == [fault]
+    assert schema.faults(Owner(Optimizer())) == schema.faults(Owner(legal)) == []
+    assert schema.faults(Owner(Optimizer(**change))) == [fault]
 
 
 def test_all_values_out_of_range_come_at_once_with_the_rules_between_values():
     wrong = Owner(Optimizer(rate=-1.0, steps=2, shape=(1, -1)), on=1)  # type: ignore[arg-type]
     starts = ["optimizer.rate: got -1.0", "optimizer.shape: got (1, -1)", "on: got 1", "steps and heads"]
-    assert [fault[: len(start)] for fault, start in zip(config.faults(wrong), starts, strict=True)] == starts
+    assert [fault[: len(start)] for fault, start in zip(schema.faults(wrong), starts, strict=True)] == starts
 
 
 def test_ranges_are_for_faults_and_types_for_parsing():
-    schema = config.schema_of(Optimizer)
-    assert config.parse_value("-3", schema["rate"]) == -3.0  # reported with all other faults, later
-    assert faults_of(config.parse_value, "x", schema["rate"]) == (
+    fields = schema.schema_of(Optimizer)
+    assert schema.parse_value("-3", fields["rate"]) == -3.0  # reported with all other faults, later
+    assert faults_of(schema.parse_value, "x", fields["rate"]) == (
         "rate: got 'x', required float > 0. Meaning: of it.",
     )
-    assert config.parse_value("1,2", schema["shape"]) == (1, 2)
+    assert schema.parse_value("1,2", fields["shape"]) == (1, 2)
 
 
 def test_config_dict_round_trip():
-    tree = config.to_config_dict(Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}}))
+    tree = schema.to_config_dict(Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}}))
     assert tree.is_locked and tree.batch.is_locked
     assert tree.dims == (3,) and tree.model.moe.experts == 2
     tree.limit = 2.5  # None accepts any type
     assert tree.limit == 2.5
-    back = config.from_config_dict(Run, tree)
+    back = schema.from_config_dict(Run, tree)
     assert back == Run(dims=(3,), limit=2.5, model={"d_model": 4, "moe": {"experts": 2}})
 
 
 def test_json_round_trip_restores_tuples_and_floats():
     run = Run(rate=2.0, limit=3.0)
-    text = json.dumps(config.to_config_dict(run).to_dict())
-    assert config.from_config_dict(Run, json.loads(text)) == run
-    assert isinstance(config.from_config_dict(Run, {"rate": 1}).rate, float)
+    text = json.dumps(schema.to_config_dict(run).to_dict())
+    assert schema.from_config_dict(Run, json.loads(text)) == run
+    assert isinstance(schema.from_config_dict(Run, {"rate": 1}).rate, float)
 
 
 def test_from_config_dict_reports_all_faults_at_once():
     given_ = {"sed": 1, "rate": "fast", "batch": {"global_sizes": 1}, "dims": (1, "a")}
-    assert faults_of(config.from_config_dict, Run, given_) == (
+    assert faults_of(schema.from_config_dict, Run, given_) == (
         "sed: no such field. Did you mean seed?",
         "batch.global_sizes: no such field. Did you mean batch.global_size?",
         "rate: got 'fast', required float.",
@@ -186,7 +187,7 @@ def test_from_config_dict_reports_all_faults_at_once():
 
 
 def test_a_components_own_refusal_is_a_fault_of_its_group():
-    assert faults_of(config.from_config_dict, Run, {"batch": {"global_size": 0}}) == (
+    assert faults_of(schema.from_config_dict, Run, {"batch": {"global_size": 0}}) == (
         "batch: global_size=0 must be >= 1. Raise it.",
     )
 
@@ -217,7 +218,7 @@ def test_a_components_own_refusal_is_a_fault_of_its_group():
     ],
 )
 def test_parse_value(path, text, value):
-    parsed = config.parse_value(text, SCHEMA[path])
+    parsed = schema.parse_value(text, SCHEMA[path])
     assert parsed == value and type(parsed) is type(value)
 
 
@@ -235,35 +236,35 @@ def test_parse_value(path, text, value):
     ],
 )
 def test_parse_value_says_what_is_required(path, text, fault):
-    assert faults_of(config.parse_value, text, SCHEMA[path]) == (fault,)
+    assert faults_of(schema.parse_value, text, SCHEMA[path]) == (fault,)
 
 
 @given(st.lists(st.integers()), st.floats(allow_nan=False), st.text())
 def test_what_python_prints_is_read_back(dims, rate, name):
-    assert config.parse_value(repr(tuple(dims)), SCHEMA["dims"]) == tuple(dims)
-    assert config.parse_value(repr(rate), SCHEMA["rate"]) == rate
-    assert config.parse_value(repr(name), SCHEMA["name"]) == name
+    assert schema.parse_value(repr(tuple(dims)), SCHEMA["dims"]) == tuple(dims)
+    assert schema.parse_value(repr(rate), SCHEMA["rate"]) == rate
+    assert schema.parse_value(repr(name), SCHEMA["name"]) == name
 
 
 def test_overrides_apply_together_or_not_at_all():
-    tree = config.to_config_dict(Run())
+    tree = schema.to_config_dict(Run())
     bad = {"seed": "5", "stps": "1", "batch": "4", "rate": "x", "global_size": "1"}
-    assert faults_of(config.apply_overrides, tree, bad, SCHEMA) == (
+    assert faults_of(files.apply_overrides, tree, bad, SCHEMA) == (
         "stps: no such field. --help with this --config lists all fields.",
         "batch: is a group. Set one of its fields: batch.global_size, batch.sequence_length.",
         "rate: got 'x', required float.",
         "global_size: no such field. Did you mean batch.global_size?",
     )
-    assert tree == config.to_config_dict(Run())
-    config.apply_overrides(tree, {"limit": "3", "batch.global_size": "4"}, SCHEMA)
-    config.apply_overrides(tree, {"limit": "none"}, SCHEMA)
+    assert tree == schema.to_config_dict(Run())
+    files.apply_overrides(tree, {"limit": "3", "batch.global_size": "4"}, SCHEMA)
+    files.apply_overrides(tree, {"limit": "none"}, SCHEMA)
     assert tree.limit is None and tree.batch.global_size == 4 and tree.is_locked
 
 
 def test_overrides_of_fields_the_file_left_at_their_defaults():
     tree = ConfigDict({"model": {"target": "Net"}}).lock()
-    schema = config.schema_of(Net, "model.") | config.schema_of(Batch, "batch.")
-    config.apply_overrides(tree, {"model.depth": "9", "batch.global_size": "2"}, schema)
+    fields = schema.schema_of(Net, "model.") | schema.schema_of(Batch, "batch.")
+    files.apply_overrides(tree, {"model.depth": "9", "batch.global_size": "2"}, fields)
     assert tree.model.depth == 9 and tree.batch.global_size == 2
 
 
@@ -284,13 +285,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_load_by_name_and_by_path(folder, monkeypatch):
-    loaded = config.load("quick-start", folders=[folder])
+    loaded = files.load("quick-start", folders=[folder])
     assert loaded.is_locked and loaded.arg is None
-    assert config.load("quick_start:a=1,b:c", folders=[folder]).arg == "a=1,b:c"
+    assert files.load("quick_start:a=1,b:c", folders=[folder]).arg == "a=1,b:c"
     path = str(folder / "quick_start.py")
-    assert config.load(f"{path}:tiny", folders=[]).arg == "tiny"
+    assert files.load(f"{path}:tiny", folders=[]).arg == "tiny"
     monkeypatch.chdir(folder)
-    assert config.load("quick_start.py", folders=[]).steps == 1
+    assert files.load("quick_start.py", folders=[]).steps == 1
 
 
 def test_load_accepts_a_dataclass(tmp_path):
@@ -298,7 +299,7 @@ def test_load_accepts_a_dataclass(tmp_path):
         "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass C:\n    steps: int = 3\n"
         "def get_config():\n    return C()\n"
     )
-    assert config.load("typed", folders=[tmp_path]).steps == 3
+    assert files.load("typed", folders=[tmp_path]).steps == 3
 
 
 @pytest.mark.parametrize(
@@ -314,17 +315,17 @@ def test_load_accepts_a_dataclass(tmp_path):
     ],
 )
 def test_load_says_what_is_wrong(folder, spec, fault):
-    (found,) = faults_of(config.load, spec, folders=[folder])
+    (found,) = faults_of(files.load, spec, folders=[folder])
     assert fault in found
 
 
 def test_packaged_folders_exist_in_a_checkout():
-    (folder,) = config.packaged_folders()
+    (folder,) = files.packaged_folders()
     assert folder.name in ("configs", "_configs")
 
 
 def test_help_lists_every_field_with_type_value_and_meaning():
-    text = config.help_text(config.to_config_dict(Run(seed=4)), SCHEMA)
+    text = files.help_text(schema.to_config_dict(Run(seed=4)), SCHEMA)
     lines = text.splitlines()
     assert len(lines) == len(SCHEMA)
     assert lines[0].split() == "--config.seed int = 4 for everything random".split()
@@ -333,21 +334,21 @@ def test_help_lists_every_field_with_type_value_and_meaning():
 
 def test_diff_names_changed_added_and_removed_paths():
     old, new = {"a": {"b": (1, 2)}, "c": 1}, {"a": {"b": [1, 2]}, "c": 2, "d": None}
-    changes = config.diff(old, new)
-    assert changes == [config.Change("c", 1, 2), config.Change("d", config.MISSING, None)]
+    changes = schema.diff(old, new)
+    assert changes == [schema.Change("c", 1, 2), schema.Change("d", schema.MISSING, None)]
     assert [str(change) for change in changes] == ["c: 1 -> 2", "d: (absent) -> None"]
 
 
 def test_flatten_and_unflatten_are_inverse():
     nested = {"a": {"b": 1, "c": {"d": (2,)}}, "e": None}
-    assert config.flatten(nested) == {"a.b": 1, "a.c.d": (2,), "e": None}
-    assert config.unflatten(config.flatten(nested)) == nested
-    assert config.flatten(config.flatten(nested)) == config.flatten(nested)
+    assert schema.flatten(nested) == {"a.b": 1, "a.c.d": (2,), "e": None}
+    assert schema.unflatten(schema.flatten(nested)) == nested
+    assert schema.flatten(schema.flatten(nested)) == schema.flatten(nested)
 
 
 def test_fingerprint_sees_values_and_not_order_or_ignored_paths():
     one = {"mesh.data": 1, "seed": 0, "dims": (1, 2)}
-    print_of = config.fingerprint
+    print_of = schema.fingerprint
     assert print_of(one) == print_of(dict(reversed(one.items()))) and len(print_of(one)) == 64
     assert print_of(one) == print_of({**one, "dims": [1, 2]})  # as read back from JSON
     assert print_of(one) != print_of({**one, "seed": 1})
@@ -357,5 +358,5 @@ def test_fingerprint_sees_values_and_not_order_or_ignored_paths():
 
 
 def test_config_needs_no_jax():
-    code = "import sys; from jaxdist import config; sys.exit('jax' in sys.modules)"
+    code = "import sys; from jaxdist.config import files, schema; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist import config as config_module
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import ByteTokenizer, DataConfig, SourceError, load_tokenizer, open_dataset
 from jaxdist.data.dataset import split
 from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
@@ -455,10 +454,10 @@ def test_a_source_that_ends_is_named(tmp_path):
 
 
 def test_options_read_from_the_command_line():
-    schema = config_module.schema_of(DataConfig, "data.")
-    assert len(schema) <= 16 and all(field.doc for field in schema.values())
+    fields = schema.schema_of(DataConfig, "data.")
+    assert len(fields) <= 16 and all(field.doc for field in fields.values())
     text = "0.7:stdlib:,0.3:jsonl:/x/y.jsonl,/x/z.jsonl, .5:bin:/b"
-    mixture = config_module.parse_value(text, schema["data.mixture"])
+    mixture = schema.parse_value(text, fields["data.mixture"])
     weights, sources = sources_of(DataConfig(source="mixture", mixture=mixture))
     assert weights == [0.7, 0.3, 0.5]
     assert [one.path for one in sources] == ["", "/x/y.jsonl,/x/z.jsonl", "/b"]

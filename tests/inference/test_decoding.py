@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, faults
+from jaxdist.config import ConfigError
+from jaxdist.config.schema import faults
 from jaxdist.inference import decoding
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import config as configs
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.trainer import build, run_config, validation
@@ -94,7 +93,7 @@ def test_verify_proves_them(name, tmp_path):
     """All layouts but those that the model refuses, with the reason."""
     run = run_of(name, str(tmp_path))
     report = verify_layouts(run, jax.devices(), precisions=("float32",))
-    assert report.passed, configs.flatten(report.to_json())
+    assert report.passed, schema.flatten(report.to_json())
     names = {result.layout for result in report.layouts}
     assert {"data 8", "fsdp 8", "data 2 x fsdp 2 x tensor 2"} <= names
     refused = {"convolutional network": {"fsdp 8, accumulation 4"}}.get(name, set())

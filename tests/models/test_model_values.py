@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.config import faults
+from jaxdist.config.schema import faults
 from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.parallel import execution

@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import config as configs
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
-from jaxdist.config import ConfigError, trees
+from jaxdist.config import ConfigError, schema, trees
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
@@ -396,8 +395,8 @@ def test_an_update_that_changes_parameters_is_refused(monkeypatch):
 
 def validated(target, devices=8, **values):
     given = {path.replace("__", "."): value for path, value in values.items()}
-    flat = configs.flatten(run_config.default_config(target)) | given
-    run = run_config.from_config(configs.unflatten(flat))
+    flat = schema.flatten(run_config.default_config(target)) | given
+    run = run_config.from_config(schema.unflatten(flat))
     with jax.numpy_rank_promotion("allow"):
         return run, *validation.validate(run, jax.devices()[:devices], with_data=False)
 
@@ -438,7 +437,7 @@ def test_the_rules_of_the_docs_are_read():
     page = (DOCS / "sharding.md").read_text()
     config = run_config.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
-    _, _, table, spec = validated(STAGED, **configs.flatten(config), mesh__fsdp=4, mesh__tensor=2)
+    _, _, table, spec = validated(STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2)
     stored = {path: table.stored(names, x.shape) for path, (x, names) in spec.named_parameters().items()}
     assert stored["blocks/up/kernel"] == P(None, "fsdp", "tensor")
     assert stored["blocks/down/kernel"] == P(None, "tensor", "fsdp")

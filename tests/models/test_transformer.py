@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.config import faults
+from jaxdist.config.schema import faults
 from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.protocols.model import BlockInfo, is_staged

@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxdist import config as configs
 from jaxdist import train
-from jaxdist.config import ConfigError, faults
+from jaxdist.config import ConfigError, files
+from jaxdist.config.schema import faults
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.data.loader import Loader
 from jaxdist.evaluation import trained_run
@@ -93,7 +93,7 @@ def test_only_whole_batches_are_evaluated():
 
 
 def test_batches_reach_the_devices_that_want_them():
-    run = run_config.from_config(configs.load("vit_digits", folders=configs.packaged_folders()))
+    run = run_config.from_config(files.load("vit_digits", folders=files.packaged_folders()))
     run = cases.with_values(run, {"mesh.fsdp": 4, "mesh.data": 2})
     _, rules, spec = validation.validate(run, jax.devices())
     built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import config as configs
+from jaxdist.config import ConfigError, schema
 from jaxdist.optim import optimizers, schedules
 from jaxdist.optim import roles as optim_roles
 from jaxdist.optim.config import OptimizerConfig
@@ -70,10 +70,10 @@ def build(config, rate=1.0):
 
 
 def test_every_field_has_a_documented_range():
-    schema = configs.schema_of(OptimizerConfig)
-    assert len(schema) == len(dataclasses.fields(OptimizerConfig)) <= 22
-    assert all(len(field.doc) > 10 for field in schema.values())
-    assert configs.faults(OptimizerConfig(), "optimizer.") == []
+    fields = schema.schema_of(OptimizerConfig)
+    assert len(fields) == len(dataclasses.fields(OptimizerConfig)) <= 22
+    assert all(len(field.doc) > 10 for field in fields.values())
+    assert schema.faults(OptimizerConfig(), "optimizer.") == []
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_every_field_has_a_documented_range():
 def test_faults_name_the_field_and_the_rule(change, text):
     legal = OptimizerConfig(warmup_steps=10)
     schedules.build_schedule(legal, 50, 1)
-    with pytest.raises(configs.ConfigError) as raised:
+    with pytest.raises(ConfigError) as raised:
         schedules.build_schedule(dataclasses.replace(legal, **change), 50, 1)
     (fault,) = raised.value.faults
     assert text in fault and f"optimizer.{next(iter(change))}" in fault
@@ -104,10 +104,10 @@ def test_faults_name_the_field_and_the_rule(change, text):
 
 def test_all_faults_are_raised_at_once():
     wrong = OptimizerConfig(name="adam", b1=2.0)
-    with pytest.raises(configs.ConfigError) as raised:
+    with pytest.raises(ConfigError) as raised:
         build(wrong)
     assert len(raised.value.faults) == 2
-    with pytest.raises(configs.ConfigError):
+    with pytest.raises(ConfigError):
         schedules.build_schedule(OptimizerConfig(warmup_steps=11), 10, 1)
 
 

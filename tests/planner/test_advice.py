@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from jaxdist import config as configs
+from jaxdist.config import files, schema
 from jaxdist.planner import advice, memory, targets
 from jaxdist.trainer import run_config, validation
 from support.paths import CONFIGS
 
 
 def advised(name: str, on: str, *, capacity: int | None = None, **changes):
-    config = configs.load(name, folders=[CONFIGS])
+    config = files.load(name, folders=[CONFIGS])
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
     run, target = run_config.from_config(config), targets.parse(on)
@@ -23,9 +23,9 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
 
 def typed(run, override: str):
     """Returns the run with the override as the command line parses it."""
-    config = configs.to_config_dict(run)
+    config = schema.to_config_dict(run)
     words = dict(word.split("=", 1) for word in override.split())
-    configs.apply_overrides(config, words, run_config.full_schema(run.model["target"]))
+    files.apply_overrides(config, words, run_config.full_schema(run.model["target"]))
     return run_config.from_config(config)
 
 

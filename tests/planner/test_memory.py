@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from jaxdist import config as configs
+from jaxdist.config import files
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
 from jaxdist.trainer import build, run_config, validation
@@ -17,7 +17,7 @@ SMALL = {"batch.global_size": 32, "precision.compute": "bfloat16", "remat.policy
 
 
 def run_of(name: str, **changes) -> RunConfig:
-    config = configs.load(name, folders=[CONFIGS])
+    config = files.load(name, folders=[CONFIGS])
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
     return run_config.from_config(config)

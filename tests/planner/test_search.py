@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from jaxdist import config
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import layouts, memory, plan, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
@@ -26,14 +25,14 @@ TINY = (
 
 def overridden(run: run_config.RunConfig, words: str) -> run_config.RunConfig:
     """Returns the run with `a.b=value c.d=value`, as on the command line."""
-    values = config.to_config_dict(run)
+    values = schema.to_config_dict(run)
     pairs = dict(word.split("=", 1) for word in words.split())
-    config.apply_overrides(values, pairs, run_config.full_schema(run.model["target"]))
+    files.apply_overrides(values, pairs, run_config.full_schema(run.model["target"]))
     return run_config.from_config(values)
 
 
 def run_of(name: str, words: str = "") -> run_config.RunConfig:
-    return overridden(run_config.from_config(config.load(name, folders=config.packaged_folders())), words)
+    return overridden(run_config.from_config(files.load(name, folders=files.packaged_folders())), words)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from jaxdist import config as configs
+from jaxdist.config import files
 from jaxdist.planner import communication, targets, timing
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config, validation
@@ -288,7 +288,7 @@ def test_recomputation_and_bubble_are_parts_of_the_step():
 
 
 def test_the_time_of_a_run_takes_its_sizes_from_the_config():
-    loaded = configs.load("dense_16b:tiny", folders=[CONFIGS])
+    loaded = files.load("dense_16b:tiny", folders=[CONFIGS])
     run = run_config.from_config(loaded)
     _, rules, spec = validation.validate(run, jax.devices()[:1], with_data=False)
     module, found = hlo.parse((HLO / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint.files import CheckpointError, list_steps
-from jaxdist.config import faults
+from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig

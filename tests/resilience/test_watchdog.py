@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import EXIT_CONFIG, EXIT_HANG, faults
+from jaxdist.config import EXIT_CONFIG, EXIT_HANG
+from jaxdist.config.schema import faults
 from jaxdist.resilience import watchdog, watchdog_process
 from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.metrics import read_events, read_rows

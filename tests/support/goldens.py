@@ -22,8 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path.insert(0, str(ROOT))
 
-from jaxdist import config  # noqa: E402
-from jaxdist.config import annotations  # noqa: E402
+from jaxdist.config import ConfigError, annotations, files  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
 from jaxdist.parallel import sharding  # noqa: E402
 from jaxdist.parallel.mesh import (  # noqa: E402
@@ -116,7 +115,7 @@ def config_keys_text() -> str:
 @cache
 def run_of(name: str) -> run_config.RunConfig:
     """Returns a shipped config."""
-    return run_config.from_config(config.load(name, folders=[ROOT / "configs"]))
+    return run_config.from_config(files.load(name, folders=[ROOT / "configs"]))
 
 
 @cache
@@ -134,7 +133,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
             table = placement.explain(build.placements(run, spec, sharding.build_rules(mesh, shape)))
-        except config.ConfigError as error:
+        except ConfigError as error:
             table = "refused\n" + str(error)
         parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")
     return "\n".join(parts)

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxdist import config as configs
+from jaxdist.config import files
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops, transformer_flops_per_token
 from jaxdist.trainer import build, run_config, validation, workdir
@@ -122,7 +122,7 @@ def test_the_config_s_hook_is_the_formula(run, convention):
 
 def test_a_tiny_variant_is_legal_for_each_packaged_model():
     for name in ("gpt2_124m", "llama3_8b", "quickstart"):
-        run = run_config.from_config(configs.load(name, folders=configs.packaged_folders()))
+        run = run_config.from_config(files.load(name, folders=files.packaged_folders()))
         tiny = dataclasses.replace(run.model_config, **run.model_config.tiny(32))
         assert not tiny.faults() and (tiny.max_length or 32) >= 32
         assert all(getattr(tiny, size) % 8 == 0 for size in tiny.tensor_parallel_dims)

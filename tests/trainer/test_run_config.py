@@ -7,8 +7,7 @@ import json
 import jax
 import pytest
 
-from jaxdist import config
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.trainer import build, cli, run_config, validation, workdir
@@ -125,7 +124,7 @@ def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
 def test_edges_that_are_replicated_are_refused_but_runs_that_had_them_load(tmp_path):
     with pytest.raises(ConfigError, match=r"required one of sharded, last\. .*last: whole on each"):
         parse("--config", "quickstart", "--config.pipeline.edges=replicated")
-    stored = config.to_config_dict(parse("--config", "quickstart")).to_dict()
+    stored = schema.to_config_dict(parse("--config", "quickstart")).to_dict()
     for before, now in {"replicated": "last", "last": "last", "sharded": "sharded"}.items():
         stored["pipeline"]["edges"] = before
         (tmp_path / workdir.CONFIG).write_text(json.dumps(stored))
@@ -133,9 +132,9 @@ def test_edges_that_are_replicated_are_refused_but_runs_that_had_them_load(tmp_p
 
 
 def test_harmless_keys_exist():
-    schema = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
+    fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     for pattern in run_config.HARMLESS:
-        assert fnmatch.filter(schema, pattern), pattern
+        assert fnmatch.filter(fields, pattern), pattern
 
 
 # --- batch, mesh ----------------------------------------------------------------------------------
@@ -188,6 +187,6 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
 def test_the_default_config_is_a_run():
     run = run_config.from_config(run_config.default_config())
     assert (
-        config.flatten(config.to_config_dict(run)).keys()
+        schema.flatten(schema.to_config_dict(run)).keys()
         == run_config.full_schema(run_config.registry.DEFAULT_TARGET).keys()
     )

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist import config as configs
 from jaxdist import verify
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_CONFIG, ConfigError, files, schema
 from jaxdist.trainer import cli, run_config
 from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
@@ -36,7 +35,7 @@ class Bigram(nnx.Module):
 
 
 def quickstart(**changes) -> run_config.RunConfig:
-    run = run_config.from_config(configs.load("quickstart", folders=configs.packaged_folders()))
+    run = run_config.from_config(files.load("quickstart", folders=files.packaged_folders()))
     return cases.with_values(run, changes)
 
 
@@ -54,7 +53,7 @@ def test_shrinking_keeps_the_variants():
     run = quickstart(**{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents"})
     small, lines = cases.shrink_config(run, 8)
     assert small.data.packing == "documents"
-    changed = {change.path for change in configs.diff(*map(configs.to_config_dict, (run, small)))}
+    changed = {change.path for change in schema.diff(*map(schema.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
     sizes = {f"model.{name}" for name in run.model_config.tiny(32)}
     assert changed <= sizes | {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"}
@@ -249,7 +248,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
 )
 def test_errors_name_the_cure(capsys, words, said):
     code, _, err = command(capsys, "--config", "quickstart", *words)
-    assert code == configs.EXIT_CONFIG and said in err
+    assert code == EXIT_CONFIG and said in err
 
 
 def test_layouts_that_cannot_be_are_named():

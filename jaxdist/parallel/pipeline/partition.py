@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config import NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import NonNegativeInt, PositiveInt
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.schedules import Program, ScheduleError, build_schedule, compile_schedule
 from jaxdist.protocols.model_spec import ModelSpec, Tree
