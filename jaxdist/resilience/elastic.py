@@ -8,7 +8,7 @@ without jax: the supervisor asks the same function before it starts the processe
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,36 +45,23 @@ def fit(
     """
     if devices == math.prod(full.axes.values()):
         return full
-    most = _sequences(full, global_size, microbatches)
+    most = max(global_size // (_parts(full.axes, microbatches) * full.accumulation), 1)
+    choices = [[n for n in divisors(full.axes[a]) if n % max(dcn.get(a, 1), 1) == 0] for a in KEPT_AXES]
     layouts = []
-    for axes in _candidates(full.axes, devices, dcn):
-        parts = _shards(axes) * _flow(axes, microbatches)
+    for sizes in itertools.product(*choices):
+        rest, odd = divmod(devices, math.prod(sizes))
+        axes = dict(zip(KEPT_AXES, sizes, strict=True)) | {REST_AXIS: rest}
+        if odd or global_size % (parts := _parts(axes, microbatches)):
+            continue
         legal = (n for n in divisors(global_size // parts) if global_size // (parts * n) <= most)
-        if global_size % parts == 0 and (accumulation := next(legal, None)):
-            sizes = [axes[axis] for axis in KEPT_AXES]
-            layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
+        layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, next(legal))))
     return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
 
 
-def _candidates(axes: Mapping[str, int], devices: int, dcn: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    choices = [[n for n in divisors(axes[a]) if n % max(dcn.get(a, 1), 1) == 0] for a in KEPT_AXES]
-    for sizes in itertools.product(*choices):
-        if devices % math.prod(sizes) == 0:
-            yield dict(zip(KEPT_AXES, sizes, strict=True)) | {REST_AXIS: devices // math.prod(sizes)}
-
-
-def _shards(axes: Mapping[str, int]) -> int:
-    return math.prod(axes[axis] for axis in BATCH_AXES)
-
-
-def _flow(axes: Mapping[str, int], microbatches: int) -> int:
-    return 1 if axes["pipeline"] == 1 else microbatches or 4 * axes["pipeline"]
-
-
-def _sequences(layout: ElasticLayout, global_size: int, microbatches: int) -> int:
-    """Returns the sequences that a device works on at a time; at least 1."""
-    parts = _shards(layout.axes) * _flow(layout.axes, microbatches) * layout.accumulation
-    return max(global_size // parts, 1)
+def _parts(axes: Mapping[str, int], microbatches: int) -> int:
+    """Returns the parts of an accumulation step's batch: one for each batch shard and microbatch."""
+    flow = 1 if axes["pipeline"] == 1 else microbatches or 4 * axes["pipeline"]
+    return flow * math.prod(axes[axis] for axis in BATCH_AXES)
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -92,7 +79,7 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
             devices=devices,
             global_size=batch["global_size"],
             microbatches=config["pipeline"]["microbatches"],
-            dcn={axis: size for axis, size in mesh["dcn"].items() if axis != "force"},
+            dcn=mesh["dcn"],
         )
     except (KeyError, TypeError):
         return None
@@ -104,9 +91,9 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
     Args:
       full_devices: what its config was written for; None: it is not elastic.
     """
-    if full_devices in (None, devices):
+    if full_devices is None or full_devices == devices:
         return run
-    layout = fit_config(dataclasses.asdict(run), devices=devices, full_devices=full_devices or devices)
+    layout = fit_config(dataclasses.asdict(run), devices=devices, full_devices=full_devices)
     if layout is None:
         return run  # what is wrong is said where every config is checked
     zero = 3 if run.mesh.zero in (1, 2) and layout.axes["fsdp"] == 1 else run.mesh.zero
@@ -131,14 +118,9 @@ def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
     before = [start["devices"] for start in _starts(folder)][-1:]
     if before in ([], [devices]):
         return None
-    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
-    mesh = {axis: size for axis, size in sizes.items() if size != 1}
-    return {
-        "devices_before": before[0],
-        "devices": devices,
-        "mesh": mesh,
-        "accumulation": run.batch.accumulation,
-    }
+    mesh = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != 1}
+    sizes = {"devices_before": before[0], "devices": devices}
+    return sizes | {"mesh": mesh, "accumulation": run.batch.accumulation}
 
 
 def _starts(folder: Path) -> Sequence[dict[str, Any]]:

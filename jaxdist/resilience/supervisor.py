@@ -10,6 +10,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxdist.resilience import elastic, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, run_folder
 from jaxdist.resilience.worker_group import WorkerGroup
 
-FINAL = (EXIT_NO_CHECKPOINT, EXIT_CONFIG)  # a new start would end in the same way
+_FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same way
 # Exit codes of processes that may have ended, and that did end, because another was lost.
 _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
@@ -54,40 +55,36 @@ class Supervisor:
         environ: Mapping[str, str],
         *,
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ):
-        self.options, self.agents, self.environ = options, agents, dict(environ)
-        self.say, self.clock = say, clock
+        self.options, self.agents, self.environ, self.say = options, agents, dict(environ), say
+        self._least = options.min_processes or options.processes
         self.progress = ProgressReader(run_folder(options.command))
         self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
         self._refused: set[int] = set()  # sizes of which the command itself said that they cannot be
         self.asked = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
         self._failures: list[str] = []  # since the last progress
         self._last_slot: int | None = None  # which was lost last
-        self._wakeup: int | None = None
 
     def run(self) -> int:
         """Returns the exit code of the run."""
         with self._listening():
-            while True:
-                size = self._await_size()
-                if size is None:
-                    return EXIT_PREEMPTED if self.asked else EXIT_PEER_LOST
-                began, before = self.clock(), self.progress.newest()
+            while (size := self._await_size()) is not None:
+                began, before = time.monotonic(), self.progress.newest()
                 workers = self._start(size)
                 try:
                     self._attend(workers)
                     early = workers.codes()
                 finally:
-                    codes = workers.kill()
+                    workers.kill()
                 moved = self.progress.newest() > before or (
-                    self.progress.folder is None and self.clock() - began > _LONG_S
+                    self.progress.folder is None and time.monotonic() - began > _LONG_S
                 )
-                code = self._verdict(early, codes, moved)
+                code = self._verdict(early, size, moved)
                 if code is None:
                     code = self._after_loss(workers, early, moved)
                 if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
                     return code
+            return EXIT_PREEMPTED if self.asked else EXIT_PEER_LOST
 
     # --- one start --------------------------------------------------------------------------------
 
@@ -110,13 +107,7 @@ class Supervisor:
             )
             environments.append(shared | number | devices)
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
-        return WorkerGroup(
-            self.options.command, environments, first=first, out=self._out, wakeup=self._wakeup
-        )
-
-    def _out(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
-            print(line, flush=True)
+        return WorkerGroup(self.options.command, environments, first=first, wakeup=self._wakeup)
 
     def _attend(self, workers: WorkerGroup) -> None:
         """Returns when the processes have ended, have lost a process, or have had their time to stop."""
@@ -124,32 +115,30 @@ class Supervisor:
         while True:
             codes = workers.codes()
             if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline is None:
-                deadline = self.clock() + self.options.grace_s
+                deadline = time.monotonic() + self.options.grace_s
                 workers.signal(signal.SIGTERM)
             fine = (0, EXIT_PREEMPTED) if deadline is None else (0, EXIT_PREEMPTED, _UNSTARTED)
             if len(codes) == len(workers.processes) or any(code not in fine for code in codes.values()):
                 return
-            if self._interrupts > 1 or (deadline is not None and self.clock() > deadline):
+            if self._interrupts > 1 or (deadline is not None and time.monotonic() > deadline):
                 return
             workers.listen(0.5 if deadline is None else 0.05)
 
-    def _verdict(self, early: Mapping[int, int], codes: Mapping[int, int], moved: bool) -> int | None:
+    def _verdict(self, early: Mapping[int, int], size: int, moved: bool) -> int | None:
         """Returns the exit code of the run, or None if it has lost a process.
 
         Args:
-          early: codes of processes that ended by themselves; `codes` has those that were killed, too.
+          early: codes of those of the `size` processes that ended by themselves.
         """
         endings = set(early.values())
-        for final in FINAL:
-            if final in endings:
-                return final
-        if endings == {0} and len(early) == len(codes):
+        if final := endings & _FINAL:
+            return min(final)
+        if endings == {0} and len(early) == size:
             return 0
-        whole = len(early) == len(codes) and endings <= {0, EXIT_PREEMPTED, _UNSTARTED}
-        if whole and (EXIT_PREEMPTED in endings or self.asked):
+        orderly = len(early) == size and endings <= {0, EXIT_PREEMPTED, _UNSTARTED}
+        # What has made no step has nothing to save.
+        if (EXIT_PREEMPTED in endings or self.asked) and (orderly or not moved):
             return EXIT_PREEMPTED
-        if not moved and (EXIT_PREEMPTED in endings or self.asked):
-            return EXIT_PREEMPTED  # what has made no step has nothing to save
         return EXIT_PEER_LOST if self.asked else None
 
     # --- after a loss -----------------------------------------------------------------------------
@@ -163,7 +152,6 @@ class Supervisor:
         why, step = f"process {number} {describe_exit(early[number])}", self.progress.newest()
         self.say(f"lost {why} at step {step}; the others are stopped")
         self.progress.event("peer_lost", step, process=number, exit_code=early[number], why=why)
-        code = early[number] if early[number] > 0 else EXIT_PEER_LOST
         if self.agents.number > 1:
             return EXIT_PEER_LOST
         self._failures = [why] if moved else [*self._failures, why]
@@ -173,7 +161,7 @@ class Supervisor:
         self._give_up_slot(lost)
         if len(self._failures) > self.options.max_restarts:
             self.say(self._last_report(workers, number, step))
-            return code
+            return early[number] if early[number] > 0 else EXIT_PEER_LOST
         delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (len(self._failures) - 1), _MOST_BACKOFF_S)
         self.say(
             f"restart {len(self._failures)} of {self.options.max_restarts} without progress, in {delay:g} s"
@@ -185,43 +173,39 @@ class Supervisor:
         """Leaves out a slot whose process was lost twice in a row, where fewer will do, until progress."""
         twice = slot == self._last_slot
         self._last_slot = None if twice else slot
-        least = self.options.min_processes or self.options.processes
-        if twice and self.options.capacity_file is None and len(self.slots) > least:
+        if twice and self.options.capacity_file is None and len(self.slots) > self._least:
             self.slots.remove(slot)
             self.say(f"the process of slot {slot} was lost twice in a row: going on without it")
 
     def _last_report(self, workers: WorkerGroup, number: int, step: int) -> str:
-        counted = {why: self._failures.count(why) for why in self._failures}
-        list_ = "; ".join(f"{count} x {why}" for why, count in counted.items())
+        failures = "; ".join(f"{count} x {why}" for why, count in Counter(self._failures).items())
         said = "\n".join(f"    {line}" for line in workers.last_lines[number]) or "    (nothing)"
         return (
             f"stopping: {len(self._failures)} failures without progress beyond step {step}, "
-            f"--max-restarts {self.options.max_restarts}: {list_}. Process {number} said last:\n{said}"
+            f"--max-restarts {self.options.max_restarts}: {failures}. Process {number} said last:\n{said}"
         )
 
     # --- how many ---------------------------------------------------------------------------------
 
     def _await_size(self) -> int | None:
         """Returns how many processes to start; None if there are too few, or a signal came first."""
-        least, until = self.options.min_processes or self.options.processes, self.clock() + _WAIT_S
-        reported = None
+        until, reported = time.monotonic() + _WAIT_S, None
         while not self.asked:
             capacity = self._capacity()
             sizes = (n for n in range(capacity, 0, -1) if n not in self._refused and self._is_legal(n))
             size = next(sizes, 0)
-            if size >= (1 if self.agents.number > 1 else least):
+            if size >= (1 if self.agents.number > 1 else self._least):
                 if size < capacity:
                     why = "ended with 78" if capacity in self._refused else "no legal mesh has them"
                     self.say(f"{capacity} processes could run, but {why}; taking {size}")
                 return size
-            if self.clock() > until:
-                self.say(f"stopping: no {least} processes for {_WAIT_S:.0f} s")
+            if time.monotonic() > until:
+                self.say(f"stopping: no {self._least} processes for {_WAIT_S:.0f} s")
                 return None
             if reported != capacity:
                 reported = capacity
-                self.say(
-                    f"waiting: {capacity} processes could run, {size} on a legal mesh, {least} are needed"
-                )
+                could = f"{capacity} processes could run, {size} on a legal mesh"
+                self.say(f"waiting: {could}, {self._least} are needed")
             self._sleep(1.0)
         return None
 
@@ -240,13 +224,13 @@ class Supervisor:
 
         True where that is not known: before the first start, or for a command that is not ours.
         """
-        config, each = self.progress.config(), self.options.devices_per_process
-        if size == self.options.processes or self.agents.number > 1 or config is None:
+        processes = self.options.processes
+        if size == processes or self.agents.number > 1 or (config := self.progress.config()) is None:
             return True
-        if each is None and (each := self.progress.devices_per_process()) is None:
+        each = self.options.devices_per_process or self.progress.devices_per_process()
+        if each is None:
             return True
-        full = self.options.processes * each
-        return elastic.fit_config(config, devices=size * each, full_devices=full) is not None
+        return elastic.fit_config(config, devices=size * each, full_devices=processes * each) is not None
 
     def _fewer_may_do(self, size: int) -> bool:
         """Records a size that ended with 78; returns whether to try a smaller one.
@@ -254,8 +238,7 @@ class Supervisor:
         Only of a reduced start before the first step, when no file tells yet which sizes are legal.
         """
         self._refused.add(size)
-        least = self.options.min_processes or self.options.processes
-        return least < size < self.options.processes and self.progress.newest() == 0
+        return self._least < size < self.options.processes and self.progress.newest() == 0
 
     # --- signals ----------------------------------------------------------------------------------
 
@@ -284,8 +267,8 @@ class Supervisor:
         self._interrupts += number == signal.SIGINT
 
     def _sleep(self, seconds: float) -> None:
-        until = self.clock() + seconds
-        while not self.asked and self.clock() < until:
+        until = time.monotonic() + seconds
+        while not self.asked and time.monotonic() < until:
             time.sleep(min(0.1, seconds))
 
 

@@ -2,76 +2,63 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import selectors
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 
 from jaxdist.config import EXIT_HANG
 from jaxdist.resilience.watchdog_process import HANG_SIGNAL
 
 _LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 # Kills the process groups it is told of, should the agent's end of the pipe close first.
 _GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
 
 
-def _die_with_parent(libc: ctypes.CDLL | None, parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Runs in the child: the kernel kills it when the agent is gone, even by kill -9."""
-    if libc is not None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class WorkerGroup:
     """The processes of one start, each in a process group of its own, numbered from `first`."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        *,
-        first: int = 0,
-        out: Callable[[str], None],
-        wakeup: int | None = None,
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *, first: int, wakeup: int
     ):
         """Starts them.
 
         Args:
-          out: takes each line of output, with the process's number before it.
           wakeup: a descriptor that ends `listen` when there is something to read.
 
         Raises:
           OSError: the command cannot be started; nothing runs.
         """
-        self._out, self._selector = out, selectors.DefaultSelector()
-        self.last_lines: dict[int, deque[str]] = {}
         self.processes: dict[int, subprocess.Popen] = {}
-        self._partial: dict[int, bytes] = {}
-        if wakeup is not None:
-            self._selector.register(wakeup, selectors.EVENT_READ, None)
+        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LAST_LINES))
+        self._partial: dict[int, bytes] = defaultdict(bytes)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wakeup, selectors.EVENT_READ, None)
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
+            ["/bin/sh", "-c", _GUARD], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
-        libc, agent = _libc(), os.getpid()
         try:
             for number, environment in enumerate(environments, first):
-                self._start(number, command, environment, lambda: _die_with_parent(libc, agent))
+                self._start(number, command, environment)
         except BaseException:
             self.kill()
             raise
 
-    def _start(
-        self, number: int, command: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None]
-    ) -> None:
+    def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -79,19 +66,17 @@ class WorkerGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=prepare,
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
         )
         assert process.stdout is not None and self._guard.stdin is not None
-        self.processes[number], self._partial[number] = process, b""
-        self.last_lines[number] = deque(maxlen=_LAST_LINES)
+        self.processes[number] = process
         with contextlib.suppress(BrokenPipeError):  # the guard is gone: the kernel still guards
             self._guard.stdin.write(b"%d\n" % process.pid)
-            self._guard.stdin.flush()
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, number)
 
     def listen(self, timeout_s: float) -> None:
-        """Hands on what the processes say; returns after the first words, a wake-up or the time."""
+        """Prints what the processes say; returns after the first words, a wake-up or the time."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 os.read(key.fd, 4096)
@@ -99,7 +84,7 @@ class WorkerGroup:
                 self._hear(key.data, key.fd)
 
     def _hear(self, number: int, descriptor: int) -> bool:
-        """Hands on whole lines; returns whether there may be more to read."""
+        """Prints whole lines; returns whether there may be more to read."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -114,15 +99,15 @@ class WorkerGroup:
     def _say(self, number: int, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self.last_lines[number].append(text)
-        self._out(f"[{number}] {text}")
+        with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
+            print(f"[{number}] {text}", flush=True)
 
     def codes(self) -> dict[int, int]:
         """Returns the exit codes of the processes that have ended, -N for signal N, 76 for a hang."""
-        ended = {number: process.poll() for number, process in self.processes.items()}
         return {
             number: EXIT_HANG if code == -HANG_SIGNAL else code
-            for number, code in ended.items()
-            if code is not None
+            for number, process in self.processes.items()
+            if (code := process.poll()) is not None
         }
 
     def signal(self, number: int) -> None:
@@ -130,19 +115,14 @@ class WorkerGroup:
         for process in self.processes.values():
             process.send_signal(number)
 
-    def kill(self) -> dict[int, int]:
-        """Ends the processes and all that they have started, at once; returns all exit codes."""
+    def kill(self) -> None:
+        """Ends the processes and all that they have started, at once; prints what they still said."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes.values():
             process.wait()
         self._guard.kill()
-        self._guard.wait()
-        self._close()
-        return self.codes()
-
-    def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
             while key.data is not None and self._hear(key.data, key.fd):
                 pass
@@ -151,6 +131,5 @@ class WorkerGroup:
                 self._say(number, rest)
         self._selector.close()
         for process in (self._guard, *self.processes.values()):
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    _ = stream and stream.close()
+            with process:  # closes its pipe, and waits for it
+                pass
