@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
+_PLATFORMS: dict[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 _T, _G, _GIB = 1e12, 1e9, 2**30
+
+
+def platform_of(name: str) -> Platform:
+    """Returns the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is unknown is a CPU."""
+    return _PLATFORMS.get(name.lower(), "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,82 +73,55 @@ _BOOK = "; links: How to Scale Your Model, 'How to Think About TPUs'"
 _JAX = "; low precision: jax 0.10.2 pallas tpu_info"
 
 
-def _tpu(
+def _chip(
     name: str,
     kinds: tuple[str, ...],
-    peaks: dict[str, float],
-    gib: float,
-    hbm: float,
-    links: tuple[int, float],
-    usable_gib: float,
+    tflops: dict[str, float],
+    memory_bytes: float,
+    memory_rate: float,
+    links: tuple[int, str, float],
     source: str,
     *,
     devices: int = 1,
+    usable_gib: float | None = None,
     ghz: float | None = None,
-    dcn: float | None = None,
+    network: float | None = None,
     pcie: float | None = None,
+    gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
-    """Returns a TPU row from the chip's TFLOP/s by dtype, GiB, GB/s of memory, and of each link.
+    """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link, network and PCIe.
 
-    `usable_gib` is of one of its `devices`; `dcn` and `pcie` are GB/s of the chip.
+    `usable_gib` is of one of its `devices`. A chip whose link is PCIe has that for its host, too.
     """
-    rates = {dtype: value * _T / devices for dtype, value in peaks.items()}
+    num_links, link, link_rate = links
+    is_tpu = link == "ICI"
+    pcie = link_rate if link == "PCIe" else pcie
     return Chip(
-        name,
-        kinds,
-        rates,
-        int(gib * _GIB / devices),
-        hbm * _G / devices,
-        source,
-        "ICI",
-        links[1] * _G,
-        links[0],
-        int(usable_gib * _GIB),
+        name=name,
+        device_kinds=kinds,
+        peak_flops_per_s={dtype: rate * _T / devices for dtype, rate in tflops.items()},
+        hbm_bytes=int(memory_bytes / devices),
+        hbm_bytes_per_s=memory_rate * _G / devices,
+        source=source,
+        link=link,
+        link_bytes_per_s=link_rate * _G,
+        num_links=num_links,
+        compiler_hbm_bytes=None if usable_gib is None else int(usable_gib * _GIB),
         devices_per_chip=devices,
         clock_hz=ghz and ghz * _G,
-        chips_per_host=4,
-        network="DCN",
-        network_bytes_per_s=dcn and dcn * _G / devices,
+        chips_per_host=4 if is_tpu else gpus_per_host,
+        network="DCN" if is_tpu else "InfiniBand",
+        network_bytes_per_s=network and network * _G / devices,
         pcie_bytes_per_s=pcie and pcie * _G / devices,
         **more,
     )
 
 
-def _gpu(
-    name: str,
-    kinds: tuple[str, ...],
-    peaks: dict[str, float],
-    gb: float,
-    hbm: float,
-    link: tuple[str, float],
-    source: str,
-    *,
-    pcie: float | None = None,
-    infiniband: float | None = None,
-    **more: Any,
-) -> Chip:
-    """Returns a GPU row from TFLOP/s by dtype, GB, GB/s of memory, one-way GB/s of all links.
-
-    `pcie` and `infiniband` are GB/s of the GPU; a GPU whose link is PCIe has that for its host, too.
-    """
-    pcie = link[1] if link[0] == "PCIe" else pcie
-    rates = {dtype: value * _T for dtype, value in peaks.items()}
-    return Chip(
-        name,
-        kinds,
-        rates,
-        int(gb * _G),
-        hbm * _G,
-        source,
-        link[0],
-        link[1] * _G,
-        1,
-        network="InfiniBand",
-        network_bytes_per_s=infiniband and infiniband * _G,
-        pcie_bytes_per_s=pcie and pcie * _G,
-        **more,
-    )
+def _tensor_cores(half: float, tf32: float, single: float, byte: float, **others: float) -> dict[str, float]:
+    """Returns TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of its size."""
+    rates = {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
+    return rates | {"float8": byte, "int8": byte} | others
 
 
 # Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4 x 128 x 128, v4 and
@@ -155,87 +134,71 @@ def _gpu(
 # InfiniBand: DGX datasheets, one port per GPU: 200 Gbit/s (A100), 400 Gbit/s (H100, H200, B200, GB200).
 _SUB_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_IB200: dict[str, Any] = {"pcie": 32, "infiniband": 25}
-_IB400: dict[str, Any] = {"pcie": 64, "infiniband": 50}
+_IB200: dict[str, Any] = {"pcie": 32, "network": 25}
+_IB400: dict[str, Any] = {"pcie": 64, "network": 50}
 
-
-_HOPPER = {
-    "bfloat16": 989.4, "float16": 989.4, "tfloat32": 494.7, "float32": 66.9,
-    "float8": 1978.9, "int8": 1978.9,
-}  # fmt: skip
-_HOPPER_NVL = {
-    "bfloat16": 835.5, "float16": 835.5, "tfloat32": 417.5, "float32": 60.0,
-    "float8": 1670.5, "int8": 1670.5,
-}  # fmt: skip
+_HOPPER = _tensor_cores(989.4, 494.7, 66.9, 1978.9)
+_HOPPER_NVL = _tensor_cores(835.5, 417.5, 60.0, 1670.5)
 _AMPERE = {"bfloat16": 312.0, "float16": 312.0, "tfloat32": 156.0, "float32": 19.5, "int8": 624.0}
+_VOLTA = {"float16": 125.0, "float32": 15.7}
+_VOLTA_PCIE = {"float16": 112.0, "float32": 14.0}
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (sparse figures halved)"
 _H200 = "NVIDIA H200 Tensor Core GPU datasheet (sparse figures halved)"
-_V100 = "NVIDIA V100 Tensor Core GPU datasheet"
+_V100 = "NVIDIA V100 Tensor Core GPU datasheet (no bfloat16 units)"
 
 # fmt: off
 CHIPS: tuple[Chip, ...] = (
-    _tpu("TPU v2", ("TPU v2",), {"bfloat16": 46}, 16, 700, (4, 62), 7.48,
-         _CACM + "496 Gbit/s per link and direction", devices=2),
-    _tpu("TPU v3", ("TPU v3",), {"bfloat16": 123}, 32, 900, (4, 82), 15.48,
-         _CACM + "656 Gbit/s per link and direction", devices=2),
-    _tpu("TPU v4", ("TPU v4",), {"bfloat16": 275, "int8": 275}, 32, 1228, (6, 45), 30.75,
-         _CLOUD + "TPU v4 (megacore: one device)" + _BOOK, family="v4", ghz=1.05, dcn=6.25, pcie=15,
-         slices=_SUB_CUBES, max_slice_chips=4096),
-    _tpu("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16, 819, (4, 45),
-         15.75, _CLOUD + "TPU v5e" + _BOOK, family="v5e", ghz=1.5, dcn=3.125, pcie=15, slices=_FLAT),
-    _tpu("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95, 2765, (6, 90), 95.74,
-         _CLOUD + "TPU v5p" + _BOOK + _JAX, family="v5p", ghz=1.75, dcn=6.25, pcie=15,
-         slices=_SUB_CUBES, max_slice_chips=6144),
-    _tpu("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
-         32, 1640, (4, 90), 31.25, _CLOUD + "TPU v6e" + _BOOK, family="v6e", ghz=1.75, dcn=12.5,
-         pcie=32, slices=_FLAT),
-    _tpu("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192, 7380, (6, 90), 94.75,
-         _CLOUD + "TPU7x (Ironwood)" + _BOOK, devices=2, family="tpu7x", ghz=2.2, dcn=12.5,
-         slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216),
-    _gpu("A100 40GB", ("NVIDIA A100-SXM4-40GB",), _AMPERE, 40, 1555, ("NVLink", 300), _A100,
-         family="a100-40gb", **_IB200),
-    _gpu("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40, 1555, ("PCIe", 32), _A100),
-    _gpu("A100 80GB", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 80, 2039, ("NVLink", 300), _A100,
-         family="a100", **_IB200),
-    _gpu("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), _AMPERE, 80, 1935, ("PCIe", 32), _A100),
-    _gpu("H100 SXM", ("NVIDIA H100 80GB HBM3",), _HOPPER, 80, 3350, ("NVLink", 450), _H100,
-         family="h100", **_IB400),
-    _gpu("H100 PCIe", ("NVIDIA H100 PCIe",),
-         {"bfloat16": 756, "float16": 756, "tfloat32": 378, "float32": 51,
-          "float8": 1513, "int8": 1513}, 80, 2000, ("PCIe", 64), _H100),
-    _gpu("H100 NVL", ("NVIDIA H100 NVL",), _HOPPER_NVL, 94, 3900, ("NVLink", 300), _H100, pcie=64),
-    _gpu("H200", ("NVIDIA H200",), _HOPPER, 141, 4800, ("NVLink", 450), _H200,
-         family="h200", **_IB400),
-    _gpu("H200 NVL", ("NVIDIA H200 NVL",), _HOPPER_NVL, 141, 4800, ("NVLink", 450), _H200, pcie=64),
-    _gpu("B200", ("NVIDIA B200",),
-         {"bfloat16": 2250, "float16": 2250, "tfloat32": 1125, "float32": 75,
-          "float8": 4500, "int8": 4500, "float4": 9000}, 180, 8000, ("NVLink", 900),
-         "NVIDIA DGX B200 datasheet and Blackwell architecture brief (sparse figures halved)",
-         family="b200", **_IB400),
-    _gpu("GB200", ("NVIDIA GB200",),
-         {"bfloat16": 2500, "float16": 2500, "tfloat32": 1250, "float32": 80,
-          "float8": 5000, "int8": 5000, "float4": 10000}, 186, 8000, ("NVLink", 900),
-         "NVIDIA GB200 NVL72 datasheet, per GPU (sparse figures halved)", infiniband=50,
-         chips_per_host=72),
-    _gpu("RTX 4090", ("NVIDIA GeForce RTX 4090",),
-         {"bfloat16": 165.2, "float16": 165.2, "tfloat32": 82.6, "float32": 82.6,
-          "float8": 330.3, "int8": 660.6}, 24, 1008, ("PCIe", 32),
-         "NVIDIA Ada GPU architecture whitepaper, float32 accumulation"),
-    _gpu("L4", ("NVIDIA L4",),
-         {"bfloat16": 121, "float16": 121, "tfloat32": 60, "float32": 30.3,
-          "float8": 242.5, "int8": 242.5}, 24, 300, ("PCIe", 32),
-         "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)"),
-    _gpu("T4", ("Tesla T4", "NVIDIA T4"), {"float16": 65, "float32": 8.1, "int8": 130}, 16, 320,
-         ("PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)"),
-    _gpu("V100 16GB", ("Tesla V100-SXM2-16GB",), {"float16": 125, "float32": 15.7}, 16, 900,
-         ("NVLink", 150), _V100 + " (no bfloat16 units)", pcie=16),
-    _gpu("V100 32GB", ("Tesla V100-SXM2-32GB",), {"float16": 125, "float32": 15.7}, 32, 900,
-         ("NVLink", 150), _V100 + " (no bfloat16 units)", pcie=16),
-    _gpu("V100 16GB PCIe", ("Tesla V100-PCIE-16GB",), {"float16": 112, "float32": 14}, 16, 900,
-         ("PCIe", 16), _V100 + " (no bfloat16 units)"),
-    _gpu("V100 32GB PCIe", ("Tesla V100-PCIE-32GB",), {"float16": 112, "float32": 14}, 32, 900,
-         ("PCIe", 16), _V100 + " (no bfloat16 units)"),
+    _chip("TPU v2", ("TPU v2",), {"bfloat16": 46}, 16 * _GIB, 700, (4, "ICI", 62),
+          _CACM + "496 Gbit/s per link and direction", devices=2, usable_gib=7.48),
+    _chip("TPU v3", ("TPU v3",), {"bfloat16": 123}, 32 * _GIB, 900, (4, "ICI", 82),
+          _CACM + "656 Gbit/s per link and direction", devices=2, usable_gib=15.48),
+    _chip("TPU v4", ("TPU v4",), {"bfloat16": 275, "int8": 275}, 32 * _GIB, 1228, (6, "ICI", 45),
+          _CLOUD + "TPU v4 (megacore: one device)" + _BOOK, family="v4", usable_gib=30.75, ghz=1.05,
+          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=4096),
+    _chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16 * _GIB, 819,
+          (4, "ICI", 45), _CLOUD + "TPU v5e" + _BOOK, family="v5e", usable_gib=15.75, ghz=1.5,
+          network=3.125, pcie=15, slices=_FLAT),
+    _chip("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95 * _GIB, 2765,
+          (6, "ICI", 90), _CLOUD + "TPU v5p" + _BOOK + _JAX, family="v5p", usable_gib=95.74, ghz=1.75,
+          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=6144),
+    _chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
+          32 * _GIB, 1640, (4, "ICI", 90), _CLOUD + "TPU v6e" + _BOOK, family="v6e", usable_gib=31.25,
+          ghz=1.75, network=12.5, pcie=32, slices=_FLAT),
+    _chip("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192 * _GIB, 7380, (6, "ICI", 90),
+          _CLOUD + "TPU7x (Ironwood)" + _BOOK, family="tpu7x", devices=2, usable_gib=94.75, ghz=2.2,
+          network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216),
+    _chip("A100 40GB", ("NVIDIA A100-SXM4-40GB",), _AMPERE, 40 * _G, 1555, (1, "NVLink", 300), _A100,
+          family="a100-40gb", **_IB200),
+    _chip("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40 * _G, 1555, (1, "PCIe", 32), _A100),
+    _chip("A100 80GB", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 80 * _G, 2039, (1, "NVLink", 300), _A100,
+          family="a100", **_IB200),
+    _chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), _AMPERE, 80 * _G, 1935, (1, "PCIe", 32), _A100),
+    _chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), _HOPPER, 80 * _G, 3350, (1, "NVLink", 450), _H100,
+          family="h100", **_IB400),
+    _chip("H100 PCIe", ("NVIDIA H100 PCIe",), _tensor_cores(756, 378, 51, 1513), 80 * _G, 2000,
+          (1, "PCIe", 64), _H100),
+    _chip("H100 NVL", ("NVIDIA H100 NVL",), _HOPPER_NVL, 94 * _G, 3900, (1, "NVLink", 300), _H100, pcie=64),
+    _chip("H200", ("NVIDIA H200",), _HOPPER, 141 * _G, 4800, (1, "NVLink", 450), _H200,
+          family="h200", **_IB400),
+    _chip("H200 NVL", ("NVIDIA H200 NVL",), _HOPPER_NVL, 141 * _G, 4800, (1, "NVLink", 450), _H200, pcie=64),
+    _chip("B200", ("NVIDIA B200",), _tensor_cores(2250, 1125, 75, 4500, float4=9000), 180 * _G, 8000,
+          (1, "NVLink", 900),
+          "NVIDIA DGX B200 datasheet and Blackwell architecture brief (sparse figures halved)",
+          family="b200", **_IB400),
+    _chip("GB200", ("NVIDIA GB200",), _tensor_cores(2500, 1250, 80, 5000, float4=10000), 186 * _G, 8000,
+          (1, "NVLink", 900), "NVIDIA GB200 NVL72 datasheet, per GPU (sparse figures halved)",
+          network=50, gpus_per_host=72),
+    _chip("RTX 4090", ("NVIDIA GeForce RTX 4090",), _tensor_cores(165.2, 82.6, 82.6, 330.3, int8=660.6),
+          24 * _G, 1008, (1, "PCIe", 32), "NVIDIA Ada GPU architecture whitepaper, float32 accumulation"),
+    _chip("L4", ("NVIDIA L4",), _tensor_cores(121, 60, 30.3, 242.5), 24 * _G, 300, (1, "PCIe", 32),
+          "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)"),
+    _chip("T4", ("Tesla T4", "NVIDIA T4"), {"float16": 65, "float32": 8.1, "int8": 130}, 16 * _G, 320,
+          (1, "PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)"),
+    _chip("V100 16GB", ("Tesla V100-SXM2-16GB",), _VOLTA, 16 * _G, 900, (1, "NVLink", 150), _V100, pcie=16),
+    _chip("V100 32GB", ("Tesla V100-SXM2-32GB",), _VOLTA, 32 * _G, 900, (1, "NVLink", 150), _V100, pcie=16),
+    _chip("V100 16GB PCIe", ("Tesla V100-PCIE-16GB",), _VOLTA_PCIE, 16 * _G, 900, (1, "PCIe", 16), _V100),
+    _chip("V100 32GB PCIe", ("Tesla V100-PCIE-32GB",), _VOLTA_PCIE, 32 * _G, 900, (1, "PCIe", 16), _V100),
 )
 # fmt: on
 

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 
-from jaxdist.hardware.chips import Platform
+from jaxdist.hardware.chips import Platform, platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,7 @@ class Flag:
 # the process. `xla_tpu_enable_async_collective_fusion` is left out on purpose: libtpu 0.0.50.1
 # refuses it on v5p and v6e, and it is the default where it helps.
 _TOOLBOX = "NVIDIA JAX Toolbox, "
-
-
 _MAXTEXT = "MaxText benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP"
-
 
 FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
     "gpu": (
@@ -82,10 +79,8 @@ def detect_platform(
     JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio alone also
     exists on machines without a TPU, so it counts only with a group in it.
     """
-    names: dict[str, Platform] = {"tpu": "tpu", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
-    named = environ.get("JAX_PLATFORMS", "").partition(",")[0].strip().lower()
-    if named:
-        return names.get(named, "cpu")
+    if named := environ.get("JAX_PLATFORMS", "").partition(",")[0].strip():
+        return platform_of(named)
     if any(map(exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))):
         return "gpu"
     if any(exists(f"{folder}{i}") for folder in ("/dev/accel", "/dev/vfio/") for i in range(8)):

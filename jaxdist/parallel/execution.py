@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.hardware.chips import platform_of
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import FSDP_NAME, Names
@@ -35,8 +36,7 @@ class Execution:
     @property
     def platform(self) -> str:
         """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the host's)."""
-        name = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
-        return "gpu" if name in ("cuda", "rocm") else name
+        return platform_of(self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend())
 
     @property
     def sequence_is_split(self) -> bool:

@@ -37,9 +37,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
-    flags = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-    known = flags if flags in ("tpu", "gpu", "cpu") else "cpu"
-    say("\n" + platform_flags.flag_table(known))  # type: ignore[arg-type]
+    say("\n" + platform_flags.flag_table(chips.platform_of(platform)))
     built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.hardware.chips import platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
@@ -56,7 +57,7 @@ def moments(
     run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device
 ) -> dict[str, Components]:
     """Returns the components alive in the loss, in the backward pass and in the update."""
-    step = _Step(run, spec, rules, {"cuda": "gpu", "rocm": "gpu"}.get(target.platform, target.platform))
+    step = _Step(run, spec, rules, platform_of(target.platform))
     return {"loss": step.in_loss(), "backward": step.in_backward(), "update": step.in_update()}
 
 
