@@ -91,7 +91,7 @@ def _numbers(side: steps.Side, times: list[measuring.Timing], inner: int) -> dic
         "processor_s": measuring.quartiles([t.processor_s / inner for t in times]),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
-        "flops_per_device": hlo_flops(side.compiled.as_text()).total,
+        "flops_per_device": hlo_flops(side.compiled.as_text()),
         "compile_s": side.compile_s,
         "first_loss": side.first_loss,
         "last_loss": float(side.metrics["loss"]),

@@ -141,7 +141,7 @@ def count(stage: Stage) -> Flops:
     """Returns how D and W compare with F."""
 
     def flops(function, *arguments):
-        return jaxpr_flops(jax.make_jaxpr(function)(*arguments)).total
+        return jaxpr_flops(jax.make_jaxpr(function)(*arguments))
 
     forward = flops(stage.forward, stage.params, stage.x)
     whole = flops(stage.whole_backward, stage.params, stage.x, stage.x)

@@ -160,7 +160,7 @@ def estimate_program(
     hidden = _hidden(costs[0], collectives)
     exposed = sync + (wire - hidden if gpu else 0.0)
     step = middle + attention + exposed
-    executed = hlo_flops(module).total + sum(kernel.count * kernel.flops for kernel in kernels)
+    executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
     return Time(
@@ -294,7 +294,7 @@ class _Costs:
         fused = step.called("calls")[0] if step.opcode == "fusion" else ""
         flops = hlo_flops(self.module, fused) if fused else instruction_flops(inside, step)
         traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
-        return max(flops.total / self.flops_per_s, traffic / self.bytes_per_s)
+        return max(flops / self.flops_per_s, traffic / self.bytes_per_s)
 
     def _traffic(self, inside, step: hlo.Instruction, fused: Mapping[str, hlo.Instruction]) -> int:
         """Returns the bytes that an instruction reads and writes; of stacked arrays only their slice."""

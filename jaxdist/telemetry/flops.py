@@ -7,32 +7,17 @@ asks for; model FLOPs of any model = 3 x its forward) and `hlo_flops` (what the 
 does, recomputation included: the numerator of HFU).
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxdist.telemetry import hlo
 
 Convention = Literal["causal", "full"]  # whether attention counts what a causal mask leaves, or all
-
-
-@dataclass(frozen=True)
-class Flops:
-    """A count, and why it may be too low."""
-
-    total: float = 0.0
-    notes: tuple[str, ...] = ()  # each: what was counted once or not at all; () = complete
-
-    def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.total + other.total, tuple(dict.fromkeys(self.notes + other.notes)))
-
-    def times(self, count: int | None, loop: str = "") -> "Flops":
-        """Returns the count repeated; for None once, with a note that names the loop."""
-        if count is None and self.total:
-            return self + Flops(0.0, (f"{loop} of unknown length was counted once",))
-        return Flops(self.total * (1 if count is None else count), self.notes)
 
 
 def transformer_flops_per_token(
@@ -74,35 +59,32 @@ def transformer_flops_per_token(
 # --- jaxprs ---------------------------------------------------------------------------------------
 
 
-def jaxpr_flops(jaxpr: Any) -> Flops:
+def jaxpr_flops(jaxpr: Any) -> float:
     """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops multiplied out.
 
-    scan counts length x body; while once, with a note; cond its dearest branch; shard_map its body
-    x the manual axes; pallas_call its kernel x the grid (blocks that the kernel skips count as
-    done). Attention counts in full, as written.
+    scan counts length x body; while once; cond its dearest branch; shard_map its body x the manual
+    axes; pallas_call its kernel x the grid (blocks that the kernel skips count as done). Attention
+    counts in full, as written.
     """
-    return sum(map(_equation_flops, _open(jaxpr).eqns), Flops())
+    return sum(map(_equation_flops, _open(jaxpr).eqns), 0.0)
 
 
-def _equation_flops(equation: Any) -> Flops:
+def _equation_flops(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
-        return Flops(count(lhs, rhs, equation.outvars[0].aval.shape, params))
-    if name == "scan":
-        return jaxpr_flops(params["jaxpr"]).times(params["length"])
+        return count(lhs, rhs, equation.outvars[0].aval.shape, params)
     if name == "cond":
-        return max(map(jaxpr_flops, params["branches"]), key=lambda flops: flops.total)
-    # jit, remat, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among their parameters
-    inner = [value for value in params.values() if hasattr(_open(value), "eqns")]
-    flops = sum(map(jaxpr_flops, inner), Flops())
-    if name == "while":
-        return flops.times(None, "a while loop")
+        return max(map(jaxpr_flops, params["branches"]))
+    # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among their parameters
+    flops = sum(jaxpr_flops(value) for value in params.values() if hasattr(_open(value), "eqns"))
+    if name == "scan":
+        return flops * params["length"]
     if name == "shard_map":
-        return flops.times(math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"]))
+        return flops * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
-        return flops.times(math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int)))
+        return flops * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
     return flops
 
 
@@ -150,49 +132,42 @@ def _window_pairs(
     Padding and the holes of a dilated input are no work: XLA's own convention, and without it the
     gradient of a strided convolution would count stride times too much.
     """
-    pairs = 0
-    for tap in range(kernel):
-        # out * stride + offset must be a multiple of dilation within [0, (size - 1) * dilation]
-        offset = tap * kernel_dilation - pad
-        first = max(0, -(offset // stride))
-        last = min(out - 1, ((size - 1) * dilation - offset) // stride)
-        period = dilation // math.gcd(dilation, stride)
-        hits = [o for o in range(first, first + period) if (o * stride + offset) % dilation == 0]
-        pairs += sum((last - hit) // period + 1 for hit in hits if hit <= last)
-    return pairs
+    outputs = np.arange(out) * stride - pad
+    places = (outputs + tap * kernel_dilation for tap in range(kernel))
+    inside = ((p % dilation == 0) & (0 <= p) & (p <= (size - 1) * dilation) for p in places)
+    return sum(map(np.count_nonzero, inside))
 
 
 # --- compiled programs ----------------------------------------------------------------------------
 
 
-def hlo_flops(program: str | hlo.Module, computation: str = "") -> Flops:
+def hlo_flops(program: str | hlo.Module, computation: str = "") -> float:
     """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if partitioned.
 
     Of its entry, or of the named computation.
 
     Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted: dot,
     convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels that carry a cost
-    estimate; in fusions, calls, loops (x trip count) and conditionals (the dearest branch). What
-    cannot be counted (other custom calls, loops of unknown length) is named in `notes`.
+    estimate; in fusions, calls, loops (x trip count, once if it is unknown) and conditionals (the
+    dearest branch). Other custom calls count as nothing.
 
     Raises:
       ValueError: the text is no HLO module.
     """
     module = hlo.parse(program) if isinstance(program, str) else program
-    known: dict[str, Flops] = {}
 
-    def computation_flops(name: str) -> Flops:
-        if name not in known:
-            inside = module.computations[name]
-            known[name] = sum((flops(inside, step) for step in inside.values()), Flops())
-        return known[name]
+    @functools.cache
+    def computation_flops(name: str) -> float:
+        inside = module.computations[name]
+        return sum((flops(inside, step) for step in inside.values()), 0.0)
 
-    def flops(inside: dict[str, hlo.Instruction], step: hlo.Instruction) -> Flops:
+    def flops(inside: dict[str, hlo.Instruction], step: hlo.Instruction) -> float:
         called = [computation_flops(name) for name in step.called(*_CALLS.get(step.opcode, ()))]
         if step.opcode == "while":
-            return sum(called, Flops()).times(module.trip_count(step), f"loop {step.name}")
+            trips = module.trip_count(step)
+            return sum(called) * (1 if trips is None else trips)
         if step.opcode == "conditional":
-            return max(called, key=lambda branch: branch.total)
+            return max(called)
         return sum(called, instruction_flops(inside, step))
 
     return computation_flops(computation or module.entry)
@@ -200,40 +175,29 @@ def hlo_flops(program: str | hlo.Module, computation: str = "") -> Flops:
 
 _CALLS = {  # what holds computations that run, and in which attributes
     "while": ("body", "condition"),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "conditional": hlo.BRANCHES,
     "fusion": ("calls",),
     "call": ("to_apply",),
     "async-start": ("calls",),
     "custom-call": ("called_computations",),
 }
 
-# Custom calls without a matrix product worth counting, by the start of their target's name.
-_NO_PRODUCT = (
-    "Sharding", "SPMD", "TopK", "__gpu$TopK", "__cub$", "AllocateBuffer", "CreateBuffer", "MoveTo",
-    "AssumeGatherIndicesInBound", "AsyncCollective", "ConcatBitcast", "PadToStatic", "SliceToDynamic",
-    "annotate_device_placement", "cu_threefry", "xla_",
-)  # fmt: skip
 
-
-def instruction_flops(inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> Flops:
+def instruction_flops(inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
     """Returns the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
-        return Flops()
+        return 0.0
     operands = [inside[name].shape for name in step.operands]
     if step.opcode.endswith("dot"):
         weight_gradient = step.opcode == "ragged-dot" and not step.dims("rhs_group_dims")
         groups = step.shape[0] if weight_gradient else 1
-        return Flops(_product(operands[0], step.shape, step.dims("lhs_contracting_dims"), groups))
+        return _product(operands[0], step.shape, step.dims("lhs_contracting_dims"), groups)
     if step.opcode == "convolution":
-        return Flops(_windowed(step, operands[0], operands[1], step.shape))
-    target = step.value("custom_call_target")
-    if target.startswith(("__onednn$matmul", "__cublas$")):
-        return Flops(_product(operands[0], step.shape, _contracted(step.attributes)))
-    if estimate := re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes):
-        return Flops(int(estimate.group(1)))
-    if target.startswith(_NO_PRODUCT):
-        return Flops()
-    return Flops(notes=(f"custom call {target} was not counted",))
+        return _windowed(step, operands[0], operands[1], step.shape)
+    if step.value("custom_call_target").startswith(("__onednn$matmul", "__cublas$")):
+        return _product(operands[0], step.shape, _contracted(step.attributes))
+    estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes)
+    return float(estimate.group(1)) if estimate else 0.0
 
 
 def _contracted(attributes: str) -> list[int]:

@@ -80,7 +80,7 @@ def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> t
         return model.head(model.embed(batch), batch)
 
     counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch))
-    outside = 3 * counted.total / targets_per_sample(run)
+    outside = 3 * counted / targets_per_sample(run)
     return (whole - outside) / num_layers, outside
 
 

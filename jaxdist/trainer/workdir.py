@@ -239,7 +239,7 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
     with execution.activate(compute=run.precision.compute):
         program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
-    counted = 3 * jaxpr_flops(program).total / length
+    counted = 3 * jaxpr_flops(program) / length
     return {"causal": counted, "full": counted}
 
 

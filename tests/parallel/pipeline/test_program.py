@@ -63,9 +63,7 @@ def test_no_predicate_depends_on_the_stage(case):
 
 
 def counted(lowered) -> float:
-    found = hlo_flops(lowered.compile(FAST_COMPILE).as_text())
-    assert not found.notes
-    return found.total
+    return hlo_flops(lowered.compile(FAST_COMPILE).as_text())
 
 
 ALONE = Case(stages=1, fsdp=4)
