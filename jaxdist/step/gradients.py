@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.parallel import execution, precision
-from jaxdist.parallel.pipeline.executor import Pipeline, pipeline_sums
-from jaxdist.parallel.pipeline.schedules import Program
+from jaxdist.parallel.pipeline.executor import pipeline_sums
+from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.parallel.pipeline.stage import Pipeline
+from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.step.state import State
 
-Pipelined = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Tree, "LossAndState"]]
-Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[jax.Array, "LossAndState"]]
+# (trainable, model_state, frozen, batch, key) -> (objective, or gradient sums; LossAndState)
+Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Any, "LossAndState"]]
 
 
 class LossAndState(NamedTuple):
@@ -52,54 +55,28 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     return objective
 
 
-def build_pipelined(
-    spec: ModelSpec,
-    program: Program,
-    num_layers: int,
-    *,
-    compute: str,
-    remat: str,
-    gather_once: bool = False,
-    edges_last: bool = False,
-    backward: bool = True,
-) -> Pipelined:
+def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True) -> Objective:
     """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, LossAndState)`.
 
     It equals the gradients of `build_objective`, computed by the stages of a pipeline.
 
     Args:
-      remat: policy inside a stage's recomputation; "layers": F keeps the inputs of all layers.
-      gather_once: whether a stage's fsdp shards are gathered once, not in each tick.
-      edges_last: whether stages embed and score for themselves, and only the ends' results count.
+      spec: with blocks by stage.
       backward: False computes the loss alone.
     """
-    microbatches = program.schedule.microbatches
-
-    def transform(block):
-        return block if remat == "layers" else rematerialised(block, remat)
+    program = cut.program()
+    names = StageParams(spec.stacked_names, spec.with_stack_names(spec.frozen_names), spec.state_names)
 
     def pipelined(trainable, model_state, frozen, batch, key):
-        def assemble(parameters: Tree, held: Tree):
-            frozen = held["frozen"]
-            if not getattr(spec.model_class, "casts_itself", False):
-                parameters, frozen = _with_whole_edges(parameters), _with_whole_edges(frozen)
-            return _assembled(spec, compute, parameters, held["model_state"], frozen, key)
+        def assemble(part: StageParams):
+            trained, frozen = part.trained, part.frozen
+            if not _casts_itself(spec):
+                trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
+            return _assembled(spec, compute, trained, part.model_state, frozen, key)
 
-        pipeline = Pipeline(
-            program,
-            num_layers,
-            assemble,
-            transform,
-            keeps_layers=remat == "layers",
-            gather_once=gather_once,
-            edges_last=edges_last,
-        )
-        parts = {name: split(value, microbatches) for name, value in batch.items()}
-        held = {"model_state": model_state, "frozen": frozen}
-        held_names = {"model_state": spec.state_names, "frozen": spec.with_stack_names(spec.frozen_names)}
-        sums, loss = pipeline_sums(
-            pipeline, trainable, held, parts, key, spec.stacked_names, held_names, backward=backward
-        )
+        parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
+        params, pipeline = StageParams(trainable, frozen, model_state), Pipeline(cut, program, assemble)
+        sums, loss = pipeline_sums(pipeline, params, names, parts, key, backward=backward)
         return sums, LossAndState(loss, model_state)
 
     return pipelined
@@ -123,11 +100,13 @@ def _with_whole_edges(tree: Tree) -> Tree:
 
 def _assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
     """Returns the model, its parameters (not its state) in the compute dtype unless it casts them itself."""
-    model = spec.assemble(trainable, model_state, frozen, key=key)
-    if getattr(model, "casts_itself", False):
-        return model
-    trainable, frozen = precision.cast((trainable, frozen), compute)
+    if not _casts_itself(spec):
+        trainable, frozen = precision.cast((trainable, frozen), compute)
     return spec.assemble(trainable, model_state, frozen, key=key)
+
+
+def _casts_itself(spec: ModelSpec) -> bool:
+    return getattr(spec.model_class, "casts_itself", False)
 
 
 def _own_key(spec: ModelSpec, batch: Batch, key: jax.Array | None) -> jax.Array | None:
@@ -138,26 +117,20 @@ def _own_key(spec: ModelSpec, batch: Batch, key: jax.Array | None) -> jax.Array 
 
 
 def sum_gradients(
-    objective: Objective,
-    trainable: Tree,
-    model_state: Tree,
-    frozen: Tree,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    accumulation: int,
-    names: Tree,
-    pipelined: Pipelined | None = None,
+    gradient_of: Objective, state: State, batch: Batch, key: jax.Array, *, accumulation: int, names: Tree
 ) -> Sums:
     """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
 
     Sums and counts are added up and divided by nobody here: the caller divides once by the global
     count, so parts with unequal counts (packing, padding) weigh as they do in one piece.
+
+    Args:
+      gradient_of: `build_pipelined`, or the gradient of `build_objective`.
+      names: logical names of the trained parameters.
     """
-    gradient_of = pipelined or jax.grad(objective, has_aux=True)
 
     def part_sums(part: Batch) -> Sums:
-        gradients, (loss, after) = gradient_of(trainable, model_state, frozen, part, key)
+        gradients, (loss, after) = gradient_of(state.trainable, state.model_state, state.frozen, part, key)
         return Sums(_laid_out(gradients, names), loss, after if accumulation == 1 else {})
 
     if accumulation == 1:
@@ -170,7 +143,7 @@ def sum_gradients(
     def add(total: Sums, part: Batch):
         return jax.tree.map(jnp.add, total, part_sums(part)), None
 
-    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=model_state)
+    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=state.model_state)
 
 
 def _laid_out(gradients: Tree, names: Tree) -> Tree:

@@ -114,8 +114,8 @@ def build_train_step(
     abstract = jax.eval_shape(fresh)
     specs = _state_specs(staged, abstract, rules)
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
-    objective = build_objective(staged, compute=config.compute, remat=config.remat)
-    inspect = _build_inspect(spec, staged, objective, rule, mesh, rules, config)
+    gradient_of, loss_of = _build_gradients(staged, config)
+    inspect = _build_inspect(spec, staged, gradient_of, rule, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return inspect(state, batch)[:2]
@@ -132,7 +132,7 @@ def build_train_step(
             compiler_options=_for_one_run(mesh),
         ),
         inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
-        evaluate=jax.jit(_build_evaluate(staged, objective, mesh, rules, config)),
+        evaluate=jax.jit(_build_evaluate(loss_of, mesh, rules, config)),
         abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
         shardings=shardings,
         views=_views(cut, abstract, shardings),
@@ -144,7 +144,7 @@ def build_train_step(
 def _build_inspect(
     flat: ModelSpec,
     spec: ModelSpec,
-    objective: Objective,
+    gradient_of: Objective,
     rule: UpdateRule,
     mesh: Mesh,
     rules: Rules,
@@ -152,24 +152,15 @@ def _build_inspect(
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
     """Returns the step that hands out its gradients, too; `flat` is the spec without stages."""
     cut, accumulation = config.staging, config.accumulation
-    stages, pipelined = cut.stages if cut else 1, _pipelined(spec, config, backward=True)
+    stages = cut.stages if cut else 1
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         if faults := model_checks.check_model(flat, batch, accumulation=accumulation, stages=stages):
             raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
-            sums = sum_gradients(
-                objective,
-                state.trainable,
-                state.model_state,
-                state.frozen,
-                batch,
-                key,
-                accumulation=accumulation,
-                names=spec.stacked_names,
-                pipelined=pipelined,
-            )
+            names = spec.stacked_names
+            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=names)
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
             return *rule.apply(state, sums, batch), gradients
@@ -178,34 +169,24 @@ def _build_inspect(
 
 
 def _build_evaluate(
-    spec: ModelSpec, objective: Objective, mesh: Mesh, rules: Rules, config: StepConfig
+    loss_of: Objective, mesh: Mesh, rules: Rules, config: StepConfig
 ) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
-    scored = _pipelined(spec, config, backward=False) or objective
-
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with execution.activate(mesh, rules, compute=config.compute):
             weights = state.trainable if state.ema is None else state.ema
-            loss = scored(weights, state.model_state, state.frozen, batch, None)[1].loss
+            loss = loss_of(weights, state.model_state, state.frozen, batch, None)[1].loss
         return loss.sum, loss.count
 
     return evaluate
 
 
-def _pipelined(spec: ModelSpec, config: StepConfig, *, backward: bool):
-    """Returns the pipeline's gradient (or loss) function, or None without a pipeline."""
-    cut = config.staging
-    if cut is None:
-        return None
-    return build_pipelined(
-        spec,
-        cut.program(),
-        cut.num_layers,
-        compute=config.compute,
-        remat=cut.remat,
-        gather_once=cut.config.gather_once,
-        edges_last=cut.config.edges == "last",
-        backward=backward,
-    )
+def _build_gradients(spec: ModelSpec, config: StepConfig) -> tuple[Objective, Objective]:
+    """Returns what gives the gradients of a part of a batch, and what gives its loss alone."""
+    if config.staging is None:
+        objective = build_objective(spec, compute=config.compute, remat=config.remat)
+        return jax.grad(objective, has_aux=True), objective
+    build = partial(build_pipelined, spec, config.staging, compute=config.compute)
+    return build(backward=True), build(backward=False)
 
 
 def _fresh_state(

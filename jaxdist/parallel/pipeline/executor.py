@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.pipeline.schedules import TickRun
 from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, Tree, where_real
-from jaxdist.parallel.pipeline.stage_params import edges, own_names
+from jaxdist.parallel.pipeline.stage_params import StageParams, edges, own_names
 from jaxdist.protocols.model import Batch, Loss, with_block_sums
 
 
@@ -42,12 +42,10 @@ class Carry(NamedTuple):
 
 def pipeline_sums(
     pipeline: Pipeline,
-    trainable: Tree,
-    held: dict[str, Tree],
+    params: StageParams,
+    names: StageParams,
     batch: Batch,
     key: jax.Array | None,
-    names: Tree,
-    held_names: dict[str, Tree],
     *,
     backward: bool,
 ) -> tuple[Tree, Loss]:
@@ -56,26 +54,22 @@ def pipeline_sums(
     Must be traced inside `execution.activate`.
 
     Args:
-      trainable: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
-      held: what is not trained, by kind; cut up alike.
-      names, held_names: logical names, like trainable and held.
+      params: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
+      names: logical names, like params.
       backward: False leaves the backward pass out; the gradients are then None.
     """
-    specs, held_specs = (
-        jax.tree.map(_manual_spec, *pair) for pair in ((trainable, names), (held, held_names))
-    )
+    specs = jax.tree.map(_manual_spec, params, names)
     whole = jax.tree.map(lambda _: P(), (batch, key))
     rows = jax.tree.map(jnp.asarray, pipeline.program.rows)
-    out = (specs if backward else P(), P())
     run = jax.shard_map(
-        partial(_run, pipeline, names, held_names, backward),
+        partial(_run, pipeline, names, backward),
         mesh=execution.current().mesh,
-        in_specs=(specs, held_specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
-        out_specs=out,
+        in_specs=(specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
+        out_specs=(specs.trained if backward else P(), P()),
         axis_names={AXIS},
         check_vma=False,
     )
-    return run(trainable, held, batch, key, rows)
+    return run(params, batch, key, rows)
 
 
 def _manual_spec(leaf, names) -> P:
@@ -84,10 +78,10 @@ def _manual_spec(leaf, names) -> P:
     return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
 
 
-def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held, batch, key, rows):
+def _run(pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key, rows):
     """Runs all ticks on one stage; arrays are this stage's part."""
     with execution.inside_stage():
-        stage = _Ticks(pipeline, trainable, held, batch, key, names, held_names, backward)
+        stage = _Ticks(pipeline, params, names, batch, key, backward)
         carry = stage.start()
         rows = jax.tree.map(lambda x: x[:, 0], rows)
         ticks = jax.tree.map(jnp.asarray, pipeline.program.ticks)
@@ -102,33 +96,35 @@ def _run(pipeline: Pipeline, names, held_names, backward: bool, trainable, held,
 class _Ticks(Stage):
     """The ops of a tick, on one stage."""
 
+    @property
+    def edges_last(self) -> bool:
+        """Returns whether each stage embeds and scores for itself, and only the ends' results count."""
+        return self.cut.config.edges == "last"
+
     def start(self) -> Carry:
         """Returns the carry before the first tick."""
         x = jax.eval_shape(lambda: self.embed(self.rest, 0))
         y = jax.eval_shape(lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0))
         loss = jax.eval_shape(lambda: self.head(self.rest, jnp.zeros(x.shape, x.dtype), 0))
-        program = self.pipeline.program
-        blocks = {"blocks": self.blocks.trained} if "blocks" in self.names else {}
+        names = self.names.trained
+        blocks = {"blocks": self.blocks.trained} if "blocks" in names else {}
         trainable = blocks | self.rest.trained
-        sums = jax.tree.map(self._zero_gradient, trainable, self.names) if self.backward else None
+        sums = jax.tree.map(_zero_gradient, trainable, names) if self.backward else None
 
         def slots(count: int, *each: int) -> jax.Array:
             return self.residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
 
+        inputs, gradients, depth = self.program.num_inputs, self.program.num_gradients, self.cut.dims[2]
         return Carry(
-            slots(program.num_inputs),
-            slots(program.num_inputs, self.depth - 1) if self.keeps_layers else jnp.zeros(()),
-            slots(program.num_gradients) if self.backward else jnp.zeros(()),
+            slots(inputs),
+            slots(inputs, depth - 1) if self.keeps_layers else jnp.zeros(()),
+            slots(gradients) if self.backward else jnp.zeros(()),
             jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
             sums,
             jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
             jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
-            jax.tree.map(lambda s: jnp.zeros((self.pipeline.chunks, *s.shape)), y.stats),
+            jax.tree.map(lambda s: jnp.zeros((self.cut.config.chunks, *s.shape)), y.stats),
         )
-
-    @staticmethod
-    def _zero_gradient(leaf, names):
-        return execution.scatter(jnp.zeros(leaf.shape, jnp.float32), own_names(names))
 
     def tick(self, run: TickRun, carry: Carry, item) -> tuple[Carry, None]:
         """Returns the carry after one tick, in the order that schedule.program lays down."""
@@ -181,8 +177,8 @@ class _Ticks(Stage):
         With `edges_last` each scores its own output, on all of it, and only the last one's counts:
         no stage gets there earlier if the others wait instead.
         """
-        last = self.index == self.pipeline.stages - 1
-        if not self.pipeline.edges_last:
+        last = self.index == self.cut.stages - 1
+        if not self.edges_last:
             y = self.residual(execution.sum_over(jnp.where(last, y, jnp.zeros_like(y)), AXIS))
         rest, number = _barrier_tick(self.rest, at.h_mb)
         if not self.backward:
@@ -219,7 +215,7 @@ class _Ticks(Stage):
         """EB: all stages take the first stage's dx into their part of the table."""
         wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
-        if not self.pipeline.edges_last:
+        if not self.edges_last:
             dx = execution.sum_over(dx, AXIS)
 
         def embed(trained):
@@ -231,7 +227,7 @@ class _Ticks(Stage):
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
         """Returns what an edge gave; with `edges_last` zeros where the stage is not `here`."""
-        if not self.pipeline.edges_last:
+        if not self.edges_last:
             return tree
         return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
 
@@ -240,7 +236,7 @@ class _Ticks(Stage):
 
         It is for E and EB, which cost little: a predicate would cost a copy of what it may change.
         """
-        ticks = self.pipeline.program.ticks
+        ticks = self.program.ticks
         return 2 * getattr(ticks, f"any_{kind}").sum() >= getattr(ticks, f"any_{pace}").sum()
 
     @staticmethod
@@ -248,7 +244,7 @@ class _Ticks(Stage):
         return jnp.zeros(carry.inputs.shape[1:], carry.inputs.dtype)
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
-        stages = self.pipeline.stages
+        stages = self.cut.stages
         return self.residual(jax.lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)]))
 
     def _add_chunk(self, sums: Tree, dchunk: Tree, row) -> Tree:
@@ -258,36 +254,44 @@ class _Ticks(Stage):
             gradient = jnp.where(keep, gradient.astype(jnp.float32), 0)[None]
             old = jax.lax.dynamic_index_in_dim(total, row.b_chunk, 0, False)
             new = jax.lax.dynamic_update_index_in_dim(total, old + gradient, row.b_chunk, 0)
-            return execution.scatter(new, own_names(names))
+            return _scatter(new, names)
 
         if "blocks" not in sums:  # frozen, all of them
             return sums
-        return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, self.names["blocks"])}
+        return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, self.names.trained["blocks"])}
 
     def _add_rest(self, sums: Tree, drest: Tree) -> Tree:
         def add(total, gradient, names):
-            return execution.scatter(total + gradient.astype(jnp.float32), own_names(names))
+            return _scatter(total + gradient.astype(jnp.float32), names)
 
-        return sums | jax.tree.map(add, edges(sums), drest, edges(self.names))
+        return sums | jax.tree.map(add, edges(sums), drest, edges(self.names.trained))
 
     def finish(self, carry: Carry) -> tuple[Tree, Loss]:
         """Returns (gradient sums, loss sums): the blocks' own terms added over stages."""
         loss, sums = carry.loss, carry.sums if self.backward else jnp.zeros(())
-        if self.pipeline.edges_last:
-            loss = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), loss)
-        if self.pipeline.edges_last and self.backward:
-            sums |= jax.tree.map(self._over_stages, edges(sums), edges(self.names))
-        aux = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), carry.block_aux)
+        if self.edges_last:
+            loss = jax.lax.psum(loss, AXIS)
+        if self.edges_last and self.backward:
+            sums |= jax.tree.map(
+                lambda total, names: _scatter(jax.lax.psum(total, AXIS), names),
+                edges(sums),
+                edges(self.names.trained),
+            )
+        aux = jax.lax.psum(carry.block_aux, AXIS)
         return sums, with_block_sums(loss, aux, jax.tree.map(self._in_layer_order, carry.block_stats))
 
     def _in_layer_order(self, own: jax.Array) -> jax.Array:
         """Returns the stats of all layers, [num_layers, ...], from this stage's, [v, L, ...]."""
         every = jnp.moveaxis(jax.lax.all_gather(own, AXIS), 0, 1)  # [v, p, L, ...]
-        return every.reshape(-1, *own.shape[2:])[: self.pipeline.num_layers]
+        return every.reshape(-1, *own.shape[2:])[: self.cut.num_layers]
 
-    @staticmethod
-    def _over_stages(total: jax.Array, names) -> jax.Array:
-        return execution.scatter(jax.lax.psum(total, AXIS), own_names(names))
+
+def _zero_gradient(leaf: jax.Array, names) -> jax.Array:
+    return _scatter(jnp.zeros(leaf.shape, jnp.float32), names)
+
+
+def _scatter(gradient: jax.Array, names) -> jax.Array:
+    return execution.scatter(gradient, own_names(names))
 
 
 def _added(total: Loss, new: Loss) -> Loss:

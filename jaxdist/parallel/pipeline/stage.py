@@ -3,16 +3,18 @@
 Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.parallel import execution
+from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.schedules import Program
-from jaxdist.parallel.pipeline.stage_params import StageParams, blocks_of, edges_of, gathered, joined, stacked
+from jaxdist.parallel.pipeline.stage_params import StageParams, gathered
+from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import (
     Batch,
     Block,
@@ -30,44 +32,30 @@ AXIS = "pipeline"
 Tree = Any
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """A compiled schedule and what it runs."""
+class Pipeline(NamedTuple):
+    """How layers lie on stages, the compiled schedule, and what makes a stage's parameters a model."""
 
+    cut: Staging
     program: Program
-    num_layers: int  # of the model, without padding
-    assemble: Callable[[Tree, Tree], Any]  # trainable and held tree (blocks of one chunk) -> model
-    transform: Callable[[Block], Block]  # rematerialisation inside a stage's recomputation
-    keeps_layers: bool = False  # F keeps the inputs of all layers, and B recomputes layer by layer
-    gather_once: bool = False  # hold a stage's blocks gathered from fsdp, in the compute dtype
-    edges_last: bool = False  # each stage embeds and scores for itself; only the ends' results count
-
-    @property
-    def stages(self) -> int:
-        return self.program.schedule.stages
-
-    @property
-    def chunks(self) -> int:
-        return self.program.schedule.chunks
+    assemble: Callable[[StageParams], Any]  # blocks are those of one chunk
 
 
 class Stage:
     """What a stage computes of the model, and its gradients."""
 
-    def __init__(self, pipeline, trainable, held, batch, key, names, held_names, backward):
-        self.pipeline, self.batch, self.key, self.backward = pipeline, batch, key, backward
-        self.names = names
-        self.blocks, self.rest = blocks_of(trainable, held), edges_of(trainable, held)
-        if pipeline.gather_once:
-            self.blocks = jax.tree.map(gathered, self.blocks, blocks_of(names, held_names))
+    def __init__(self, pipeline: Pipeline, params: StageParams, names: StageParams, batch, key, backward):
+        self.cut, self.program, self.assemble = pipeline
+        self.names, self.batch, self.key, self.backward = names, batch, key, backward
+        self.blocks, self.rest = params.blocks, params.edges
+        if self.cut.config.gather_once:
+            self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)
-        self.depth = jax.tree.leaves(self.blocks)[0].shape[2]
-        self.keeps_layers = pipeline.keeps_layers and backward
+        # F keeps the inputs of all layers, and B recomputes layer by layer.
+        self.keeps_layers = self.cut.remat == "layers" and backward
 
     def model(self, rest: StageParams, blocks: StageParams | None = None):
         """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
-        blocks = self.chunk(0) if blocks is None else blocks
-        return self.pipeline.assemble(*joined(blocks, rest))
+        return self.assemble(rest.with_blocks(blocks or self.chunk(0)))
 
     def chunk(self, number) -> StageParams:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
@@ -93,39 +81,30 @@ class Stage:
 
     def first_layer(self, chunk):
         """Returns the number of a chunk's first layer."""
-        return (chunk * self.pipeline.stages + self.index) * self.depth
+        return (chunk * self.cut.stages + self.index) * self.cut.dims[2]
 
     def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
-        model, last = self.model(self.rest, blocks), self.pipeline.num_layers
 
-        def padded(block: Block) -> Block:
-            if last == self.depth * self.pipeline.stages * self.pipeline.chunks:
-                return block
+        def transform(block: Block) -> Block:
+            block = block if self.cut.remat == "layers" else rematerialised(block, self.cut.remat)
 
             def masked(parameters, x, info: BlockInfo):
                 y, *sums = block(parameters, x, info)
-                real = info.layer < last
+                real = info.layer < self.cut.num_layers
                 return BlockOutput(jnp.where(real, y, x), *where_real(real, sums))
 
-            return masked
+            return masked if self.cut.num_layers < math.prod(self.cut.dims) else block
 
-        return run_blocks(
-            model.blocks,
-            x,
-            self.key,
-            fields,
-            lambda b: padded(self.pipeline.transform(b)),
-            first=first,
-            pattern=pattern,
-        )
+        stack = self.model(self.rest, blocks).blocks
+        return run_blocks(stack, x, self.key, fields, transform, first=first, pattern=pattern)
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
         fields, first = self.fields(number), self.first_layer(chunk)
 
         def one(x, layer, parameters, kind):
-            y, aux, stats = self.layers(stacked(parameters), x, fields, layer, (kind,))
+            y, aux, stats = self.layers(_stacked(parameters), x, fields, layer, (kind,))
             return y, (x, aux, {name: sums[0] for name, sums in stats.items()})
 
         pattern = pattern_of(self.model(self.rest, blocks).blocks)
@@ -152,7 +131,7 @@ class Stage:
             parameters, x = item
 
             def apply(trained, x):
-                part = stacked(parameters._replace(trained=trained))
+                part = _stacked(parameters._replace(trained=trained))
                 return self.layers(part, x, fields, layer, (kind,))[:2]
 
             (_, aux), pull = jax.vjp(apply, parameters.trained, x)
@@ -167,6 +146,11 @@ class Stage:
     def residual(x: jax.Array) -> jax.Array:
         lead = (None,) * (x.ndim - 3)
         return execution.shard(x, *lead, "batch", "residual", None)
+
+
+def _stacked(layer: StageParams) -> StageParams:
+    """Returns a layer's arrays as a stack of one."""
+    return jax.tree.map(lambda x: x[None], layer)
 
 
 def where_real(real: jax.Array, tree: Tree) -> Tree:

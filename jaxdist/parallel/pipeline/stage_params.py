@@ -1,5 +1,7 @@
 """What a stage holds of the model: arrays of its layers and arrays of all else, trained or not."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
@@ -12,38 +14,30 @@ Tree = Any
 
 
 class StageParams(NamedTuple):
-    """Arrays of some layers, or of all that are not layers."""
+    """Arrays of the model, of its blocks or of all else (`edges`); or their logical names."""
 
     trained: Tree
-    held: dict[str, Tree]  # what else the model reads, by kind: "frozen", "model_state"
+    frozen: Tree
+    model_state: Tree
 
+    @property
+    def blocks(self) -> StageParams:
+        """Returns what is in the blocks."""
+        return StageParams(*(tree.get("blocks", {}) for tree in self))
 
-def blocks_of(trained: Tree, held: dict[str, Tree]) -> StageParams:
-    """Returns what is in the blocks."""
-    return StageParams(
-        trained.get("blocks", {}), {kind: tree.get("blocks", {}) for kind, tree in held.items()}
-    )
+    @property
+    def edges(self) -> StageParams:
+        """Returns what is not in the blocks."""
+        return StageParams(*map(edges, self))
 
-
-def edges_of(trained: Tree, held: dict[str, Tree]) -> StageParams:
-    """Returns what is not in the blocks."""
-    return StageParams(edges(trained), {kind: edges(tree) for kind, tree in held.items()})
+    def with_blocks(self, blocks: StageParams) -> StageParams:
+        """Returns these edges and those blocks together."""
+        return StageParams(*({"blocks": own, **rest} for own, rest in zip(blocks, self, strict=True)))
 
 
 def edges(tree: Tree) -> Tree:
     """Returns what is not in the blocks."""
     return {name: value for name, value in tree.items() if name != "blocks"}
-
-
-def joined(blocks: StageParams, rest: StageParams) -> tuple[Tree, dict[str, Tree]]:
-    """Returns (trained, held) of both."""
-    held = {kind: {"blocks": blocks.held[kind], **tree} for kind, tree in rest.held.items()}
-    return {"blocks": blocks.trained, **rest.trained}, held
-
-
-def stacked(layer: StageParams) -> StageParams:
-    """Returns a layer's arrays as a stack of one."""
-    return jax.tree.map(lambda x: x[None], layer)
 
 
 def own_names(names):
