@@ -63,14 +63,9 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
 def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "SLURM_STEP_NODELIST" not in environ:  # a batch script's own process is in no step
         return None
-    start = [environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
-    return ClusterInfo(
-        "Slurm",
-        int(environ["SLURM_NTASKS"]),
-        int(environ["SLURM_PROCID"]),
-        first_host(environ["SLURM_STEP_NODELIST"]),
-        _port(*start),
-    )
+    port = _port(*(environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")))
+    number, index = int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"])
+    return ClusterInfo("Slurm", number, index, first_host(environ["SLURM_STEP_NODELIST"]), port)
 
 
 def first_host(nodes: str) -> str:
@@ -82,11 +77,8 @@ def first_host(nodes: str) -> str:
 def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    number = int(environ["OMPI_COMM_WORLD_SIZE"])
-    start = [
-        environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid")
-    ]
-    host = LOOPBACK
+    number, host = int(environ["OMPI_COMM_WORLD_SIZE"]), LOOPBACK
+    start = map(environ.get, ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid"))
     if number > int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
         match = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
         if number > 1 and not match:
@@ -108,13 +100,8 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
             "JAXDIST_NUM_PODS is not set: write the job's parallelism into the pod's environment"
         )
     host = f"{names[0]}-{names[1]}-0-0.{names[0]}"  # job 0, pod 0, of the JobSet's headless service
-    return ClusterInfo(
-        "Kubernetes",
-        int(environ["JAXDIST_NUM_PODS"]),
-        int(environ["JOB_COMPLETION_INDEX"]),
-        host,
-        _port(*names),
-    )
+    number, index = int(environ["JAXDIST_NUM_PODS"]), int(environ["JOB_COMPLETION_INDEX"])
+    return ClusterInfo("Kubernetes", number, index, host, _port(*names))
 
 
 def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:

@@ -88,14 +88,8 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
             _listen_on_loopback()
             _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
-        jax.distributed.initialize(
-            address,
-            number,
-            rank,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address,
-            **TIMEOUTS,
-        )
+        options = {"cluster_detection_method": "deactivate", "coordinator_bind_address": bind_address}
+        jax.distributed.initialize(address, number, rank, **(TIMEOUTS | options))
         return f"process {rank} of {number}, joined through {LAUNCH}"
     try:
         jax.distributed.initialize(**TIMEOUTS)
@@ -170,15 +164,12 @@ def _is_one_machine(environ: Mapping[str, str]) -> bool:
 
 def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Returns what started this process as one of several, or None."""
-    if "JAXDIST_COORDINATOR" in environ:
-        return LAUNCH
-    # srun sets the step's variables; a batch script on its own is one process of no group.
-    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ:
-        return "Slurm"
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return "Open MPI"
-    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
-        return "Kubernetes"
-    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
-        return "a multi-host TPU"
-    return None
+    launchers = {
+        LAUNCH: "JAXDIST_COORDINATOR" in environ,
+        # srun sets the step's variables; a batch script on its own is one process of no group.
+        "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ,
+        "Open MPI": int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1,
+        "Kubernetes": "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ,
+        "a multi-host TPU": "," in environ.get("TPU_WORKER_HOSTNAMES", ""),
+    }
+    return next((launcher for launcher, is_found in launchers.items() if is_found), None)

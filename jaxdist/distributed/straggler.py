@@ -38,9 +38,7 @@ class Pace:
           steps, seconds: since the row before.
           waited_s: seconds of them that this process waited for its devices.
         """
-        if self._board.client is None:
-            return {}
-        if not self._begun:  # the first steps of a program are no measure
+        if self._board.client is None or not self._begun:  # the first steps of a program are no measure
             self._begun = True
             return {}
         # Rows come in bursts, when a pause looks at all steps under way: some together tell more.

@@ -92,21 +92,16 @@ class Monitor:
             self._compare(*self._comparing)
 
     def _where(self, number: int) -> dict[str, int]:
-        first, last = self._samples(number)
-        return {"first_sample": first, "last_sample": last}
+        return dict(zip(("first_sample", "last_sample"), self._samples(number), strict=True))
 
     def _nonfinite(self, number: int, skipped: int) -> None:
         self._event("nonfinite", number, skipped_in_a_row=skipped, **self._where(number))
         self._note(f"step {number}: loss or gradients are not finite; update left out")
         if skipped > self._limit:
-            raise Diverged(
-                "nonfinite",
-                f"{skipped} steps in a row with non-finite loss or gradients "
-                f"(optimizer.nonfinite_limit={self._limit})",
-                first=number - skipped + 1,
-                last=number,
-                policy=self._config.nonfinite,
-            )
+            limit = f"optimizer.nonfinite_limit={self._limit}"
+            text = f"{skipped} steps in a row with non-finite loss or gradients ({limit})"
+            first, policy = number - skipped + 1, self._config.nonfinite
+            raise Diverged("nonfinite", text, first=first, last=number, policy=policy)
 
     def _spike(self, number: int, loss: float) -> None:
         sigmas, losses = self._config.spike_sigmas, self._losses

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -59,11 +60,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        global _to_leave
-        _to_leave = self._grouped
-        coordination.barrier(
-            _READY_S
-        )  # compilers differ by minutes in their time, a collective waits half of one
+        PROCESS.must_leave = self._grouped
+        # Compilers differ by minutes in their time, a collective waits half of one.
+        coordination.barrier(_READY_S)
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._ask)
@@ -76,9 +75,11 @@ class StopSignals:
         if error is not None:
             _leave_if_peer_lost(error)
         for number, handler in self._before.items():
+            if handler is _before_the_run and (self.asked or not PROCESS.is_script):
+                # The run is over: its last words are not cut short.
+                handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
             if handler is not None:  # None: C code's, which Python cannot put back
-                over = handler is _before_the_run and (self.asked or not _script)
-                signal.signal(number, _after(number) if over else handler)
+                signal.signal(number, handler)
         self._left.set()
         if self._grouped:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -93,8 +94,7 @@ class StopSignals:
         return self.asked
 
     def _ask(self, number: int, frame: Any) -> None:
-        global _to_leave
-        _to_leave = _to_leave or number != signal.SIGINT
+        PROCESS.must_leave |= number != signal.SIGINT
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -132,9 +132,16 @@ class StopSignals:
 
 # --- a process of its own -------------------------------------------------------------------------
 
-_owned = False  # whether this process is ours to end: a command's or a joined script's, not a notebook's
-_script = False  # whether it may go on after a run, with another
-_to_leave = False  # whether a stop of the last run is one of the process
+
+@dataclass
+class _Process:
+    is_ours: bool = False  # to end: a command's or a joined script's, not a notebook's
+    is_script: bool = False  # which may go on after a run, with another
+    # Whether the last stop was for the process: only a Ctrl-C to one alone gives control back.
+    must_leave: bool = False
+
+
+PROCESS = _Process()
 
 
 @contextlib.contextmanager
@@ -145,8 +152,7 @@ def own_process() -> Iterator[None]:
     wait for other processes may take longer than there is time. In a group, a failure ends it at
     once: an orderly end would wait for processes that wait for this one.
     """
-    global _owned
-    _owned = True
+    PROCESS.is_ours = True
     try:
         _listen()
     except ConfigError as error:  # of the environment's list of signals
@@ -178,10 +184,9 @@ def join() -> str | None:
     Raises:
       ConfigError: a scheduler was detected, but not its group.
     """
-    global _owned, _script
     lines = initialize.prepare() if not jax.distributed.is_initialized() else None
-    if jax.distributed.is_initialized() and not _owned:
-        _owned = _script = True
+    if jax.distributed.is_initialized() and not PROCESS.is_ours:
+        PROCESS.is_ours = PROCESS.is_script = True
         _listen()
         sys.excepthook = lambda _, error, __: _fail(error)
     return lines
@@ -196,16 +201,6 @@ def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def must_leave() -> bool:
-    """Returns whether the last stop was for the process; only a Ctrl-C to one alone gives control back."""
-    return _to_leave
-
-
-def owns_process() -> bool:
-    """Returns whether the process is a command's, and so ours to end."""
-    return _owned
-
-
 def _fail(error: BaseException) -> None:
     """Ends a process of a group for what nobody caught."""
     _leave_if_peer_lost(error)
@@ -217,7 +212,7 @@ def _leave_if_peer_lost(error: BaseException) -> None:
     text = str(error).lower()
     out_of_memory = "resource_exhausted" in text  # NCCL's, too: a fault of this process
     lost = any(phrase in text for phrase in _LOST) and not out_of_memory
-    if lost and _owned and jax.distributed.is_initialized():
+    if lost and PROCESS.is_ours and jax.distributed.is_initialized():
         print(f"another process was lost: {str(error).splitlines()[0][:300]}", file=sys.stderr)
         _leave(EXIT_PEER_LOST)
 
@@ -251,11 +246,6 @@ def _before_the_run(*_: object) -> None:
     """A signal's handler where StopSignals has none: ends the process."""
     os.write(1, b"asked to stop: nothing is unsaved\n")  # print may be what was interrupted
     _leave(EXIT_PREEMPTED)
-
-
-def _after(number: int) -> Any:
-    """Returns the handler for when the run is over: its last words are not cut short."""
-    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
 
 
 def _answer_signals(reader: int) -> None:

@@ -20,21 +20,16 @@ from jaxdist.hardware import chips
 
 _SLOW = 0.8  # of the median: no healthy chip is so much slower than its neighbours
 _TRIES, _CHAIN = 5, 16  # measurements, of which the best counts; matmuls in each
-_SIZES = {"cpu": (512, 1 << 20)}  # matmul dims and bytes reduced, where they are not these:
-_SIZE, _BYTES = 8192, 1 << 28
-_GATHER_S = 600
 
 
 def main() -> int:
     """Prints the table on process 0; returns 0."""
     initialize.prepare()
-    kind, platform = jax.devices()[0].device_kind, jax.devices()[0].platform
+    kind, is_cpu = jax.devices()[0].device_kind, jax.devices()[0].platform == "cpu"
     chip = chips.chip_for(kind)
-    size, num_bytes = _SIZES.get(platform, (_SIZE, _BYTES))
-    dtype = "float32" if platform == "cpu" else "bfloat16"
-    rates = coordination.gather(
-        {str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()}, _GATHER_S
-    )
+    size, num_bytes, dtype = (512, 1 << 20, "float32") if is_cpu else (8192, 1 << 28, "bfloat16")
+    mine = {str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()}
+    rates = coordination.gather(mine, timeout_s=600)
     bandwidth = all_reduce_rate(num_bytes)
     if jax.process_index() == 0:
         peak = chip.peak(dtype) if chip else None

@@ -22,14 +22,14 @@ class Comparison(NamedTuple):
     """Checksums under way of what several devices hold copies of."""
 
     sums: jax.Array  # uint32 [devices, arrays], whole on every process
-    arrays: dict[str, NamedSharding]  # by name, in order
+    shardings: dict[str, NamedSharding]  # by the array's name, in order
 
     def differing(self) -> list[str]:
         """Returns a text for each device whose copy is not that of most; waits for the devices."""
-        mesh = next(iter(self.arrays.values())).mesh
+        mesh = next(iter(self.shardings.values())).mesh
         sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
         differing: dict[Any, list[str]] = {}
-        for number, (name, sharding) in enumerate(self.arrays.items()):
+        for number, (name, sharding) in enumerate(self.shardings.items()):
             free = _free_axes(sharding)
             values = np.moveaxis(sums[..., number], free, range(len(free)))
             devices = np.moveaxis(mesh.devices, free, range(len(free)))
@@ -52,17 +52,15 @@ def compare_replicas(state: Any) -> Comparison | None:
 
     Every process makes the call. Does not wait for the devices.
     """
-    named = jax.tree.leaves_with_path(state)
     copied = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in named
+        for path, leaf in jax.tree.leaves_with_path(state)
         if _free_axes(leaf.sharding)
     }
     if not copied:
         return None
-    arrays = {name: leaf.sharding for name, leaf in copied.items()}
-    summing = _summing(*arrays.values())
-    return Comparison(summing(*copied.values()), arrays)
+    shardings = {name: leaf.sharding for name, leaf in copied.items()}
+    return Comparison(_summing(*shardings.values())(*copied.values()), shardings)
 
 
 def _free_axes(sharding: NamedSharding) -> list[int]:

@@ -62,16 +62,13 @@ class ProgressReader:
             with contextlib.suppress(OSError), contextlib.closing(MetricsWriter(self.folder)) as writer:
                 writer.event(name, step, **fields)
 
-    def config(self) -> dict[str, Any] | None:
-        """Returns the run's config.json, or None."""
-        return self._json("config.json")
-
     def devices_per_process(self) -> int | None:
         """Returns what the last start had, or None."""
-        run = self._json("run.json")
+        run = self.read_json("run.json")
         return None if run is None else run["num_devices"] // run["num_processes"]
 
-    def _json(self, name: str) -> dict[str, Any] | None:
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Returns a file of the workdir, or None if it cannot be read."""
         try:
             return json.loads((self.folder / name).read_text()) if self.folder is not None else None
         except (OSError, ValueError):

@@ -225,7 +225,8 @@ class Supervisor:
         True where that is not known: before the first start, or for a command that is not ours.
         """
         processes = self.options.processes
-        if size == processes or self.agents.number > 1 or (config := self.progress.config()) is None:
+        config = self.progress.read_json("config.json")
+        if size == processes or self.agents.number > 1 or config is None:
             return True
         each = self.options.devices_per_process or self.progress.devices_per_process()
         if each is None:

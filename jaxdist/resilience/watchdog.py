@@ -34,16 +34,12 @@ from jaxdist.config.annotations import NonNegativeFloat
 from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
+from jaxdist.resilience.watchdog_process import BEAT, BEAT_AT, DUMP_SIGNAL, ENDING_AT, PHASES
 
 _STEPS = 31  # whose times make the median
 _TIDY_S = 5  # for the watcher to end
 
 Item = TypeVar("Item")
-
-_FIRST_PROCESS = (
-    "watchdog: no signal from inside a container ends its process 1, should this one hang; start it by "
-    "`jaxdist launch`, or with an init process (docker run --init)"
-)
 
 
 @dataclass(frozen=True)
@@ -68,17 +64,21 @@ class Watchdog:
         enabled: by default whether the process is a command's.
         """
         self._config, self._folder = config, folder
-        wanted = preemption.owns_process() if enabled is None else enabled
+        wanted = preemption.PROCESS.is_ours if enabled is None else enabled
         self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
         self._times: deque[float] = deque(maxlen=_STEPS)  # seconds between the last steps
-        self._last_step = self._slow_s = 0.0
+        self._last_step = 0.0
         self._memory: Any = None
         self._watcher: subprocess.Popen | None = None
 
     def __enter__(self) -> Watchdog:
         if self._enabled:
             if os.getpid() == 1:
-                print(_FIRST_PROCESS, file=sys.stderr)
+                print(
+                    "watchdog: no signal from inside a container ends its process 1, should this one hang; "
+                    "start it by `jaxdist launch`, or with an init process (docker run --init)",
+                    file=sys.stderr,
+                )
             self._start()
         return self
 
@@ -90,12 +90,12 @@ class Watchdog:
             except subprocess.TimeoutExpired:
                 self._watcher.kill()
                 self._watcher.wait()
-            faulthandler.unregister(watchdog_process.DUMP_SIGNAL)
+            faulthandler.unregister(DUMP_SIGNAL)
 
     def at(
         self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
     ) -> None:
-        """Says what begins now; `watchdog_process.PHASES` has the names.
+        """Says what begins now; `PHASES` has the names.
 
         Args:
           step: the one that it is for; below 0: before this process has all that it needs to begin.
@@ -109,16 +109,11 @@ class Watchdog:
         if phase == "step":
             if self._last_step:
                 self._times.append(now - self._last_step)
-                median = sorted(self._times)[len(self._times) // 2]
-                self._slow_s = self._config.slow_steps * median
             self._last_step = now
         limit = (self._limit_s(phase) if limit_s is None else limit_s) or math.inf
-        beat = watchdog_process.Beat(
-            watchdog_process.PHASES.index(phase), step, done, sample, now, now + limit
-        )
-        packed = beat.pack()
-        self._memory[watchdog_process.BEAT_AT : watchdog_process.BEAT_AT + len(packed)] = packed
-        if self._memory[watchdog_process.ENDING_AT]:
+        beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, now + limit)
+        self._memory[BEAT_AT : BEAT_AT + BEAT.size] = beat
+        if self._memory[ENDING_AT]:
             time.sleep(10)  # the watchdog is about to end this process, once it has reported why
             os._exit(EXIT_HANG)
 
@@ -133,11 +128,10 @@ class Watchdog:
 
     def over(self, items: Iterable[Item], phase: str, step: int, done: int) -> Iterator[Item]:
         """Yields the items, each a beat; the limit of all but the first is that of data and a step."""
-        config, first = self._config, True
+        config, limit_s = self._config, None
         for item in items:
-            usual = config.data_s + config.step_s if config.data_s and config.step_s else 0.0
-            self.at(phase, step, done=done, limit_s=None if first else usual)
-            first = False
+            self.at(phase, step, done=done, limit_s=limit_s)
+            limit_s = config.data_s + config.step_s if config.data_s and config.step_s else 0.0
             yield item
 
     def _limit_s(self, phase: str) -> float:
@@ -148,7 +142,8 @@ class Watchdog:
         if limit and phase in ("data", "step"):
             if not self._times:  # the first step may compile
                 return limit + config.compile_s if config.compile_s else 0
-            limit = max(limit, self._slow_s)
+            median = sorted(self._times)[len(self._times) // 2]
+            limit = max(limit, config.slow_steps * median)
         return limit
 
     def _start(self) -> None:
@@ -156,23 +151,22 @@ class Watchdog:
         memory.truncate(mmap.PAGESIZE)
         self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
         self.at("start", -1)
-        faulthandler.register(watchdog_process.DUMP_SIGNAL, file=dump, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
-        arguments: dict[str, Any] = {
-            "pid": os.getpid(),
-            "folder": str(self._folder.absolute()),
-            "life": life,
-            "memory": memory.fileno(),
-            "dump": dump.fileno(),
-            "leave": _exit_pipe(),
-        } | _membership(os.environ)
-        root = str(Path(jaxdist.__file__).parent.parent)
+        files = {"life": life, "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe()}
+        arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
         self._watcher = subprocess.Popen(
-            [sys.executable, "-S", "-s", watchdog_process.__file__, json.dumps(arguments)],
+            [
+                sys.executable,
+                "-S",
+                "-s",
+                watchdog_process.__file__,
+                json.dumps(arguments | _membership(os.environ)),
+            ],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": root},
-            pass_fds=[arguments[name] for name in ("life", "memory", "dump", "leave")],
+            env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
+            pass_fds=list(files.values()),
         )
         os.close(life)
 

@@ -25,7 +25,7 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library 
 HANG_SIGNAL = DUMP_SIGNAL - 1  # kills a process that can no longer set its exit code; launch reports 76
 PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")  # as they come in a step
 ENDING_AT, BEAT_AT = 0, 8  # offsets in the memory shared with the process
-_BEAT = struct.Struct("=qqqqdd")
+BEAT = struct.Struct("=qqqqdd")  # a Beat
 
 _POLL_S = 0.25
 _PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
@@ -48,9 +48,6 @@ class Beat(NamedTuple):
     since: float
     deadline: float
 
-    def pack(self) -> bytes:
-        return _BEAT.pack(*self)
-
     @property
     def place(self) -> tuple[int, int]:
         """How far it is, to compare processes."""
@@ -61,7 +58,7 @@ _ABSENT = Beat(0, -2, 0, 0, 0.0, 0.0)  # of a process that has not come so far a
 
 
 def _read(memory: int) -> Beat:
-    return Beat(*_BEAT.unpack(os.pread(memory, _BEAT.size, BEAT_AT)))
+    return Beat(*BEAT.unpack(os.pread(memory, BEAT.size, BEAT_AT)))
 
 
 @dataclass
@@ -85,6 +82,10 @@ class WatchdogProcess:
     @property
     def _beats(self) -> Path:
         return Path(self.folder) / BEATS
+
+    @property
+    def _peers(self) -> set[int]:
+        return set(range(self.processes)) - {self.process}
 
     def run(self) -> None:
         """Returns when the process has ended."""
@@ -114,7 +115,7 @@ class WatchdogProcess:
         """Removes this process's file, and those of a start with more processes."""
         with contextlib.suppress(OSError):
             for path in self._beats.iterdir():
-                if int(path.name) not in set(range(self.processes)) - {self.process}:
+                if int(path.name) not in self._peers:
                     path.unlink()
             self._beats.rmdir()  # by the last
 
@@ -126,9 +127,8 @@ class WatchdogProcess:
             return
         if beat.at_step < 0 and now < (beat.since + beat.deadline) / 2 and not self._beats.parent.is_dir():
             return  # the config may be refused yet, which leaves no folder
-        row = beat._asdict() | {"group": self.group, "process": self.process}
-        row |= {"deadline": time.time() + beat.deadline + self._allowance_s - now}
-        row["deadline"] = round(row["deadline"], 1)
+        deadline = round(time.time() + beat.deadline + self._allowance_s - now, 1)
+        row = beat._asdict() | {"deadline": deadline, "group": self.group, "process": self.process}
         data = json.dumps(row).ljust(400).encode()
         if data != self._published_row:
             # In place, and closed: what another node then opens is new even on NFS.
@@ -143,7 +143,7 @@ class WatchdogProcess:
     def _others(self) -> dict[int, Beat]:
         """Returns the other processes' beats; a deadline is in seconds since 1970."""
         beats: dict[int, Beat] = {}
-        for number in set(range(self.processes)) - {self.process}:
+        for number in self._peers:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 row = json.loads((self._beats / str(number)).read_bytes())
                 if row["group"] == self.group:
@@ -157,7 +157,7 @@ class WatchdogProcess:
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
         if PHASES[beat.phase] == "start":  # none goes on before all have begun; who is gone later has ended
-            behind |= dict.fromkeys(set(range(self.processes)) - others.keys() - {self.process}, _ABSENT)
+            behind |= dict.fromkeys(self._peers - others.keys(), _ABSENT)
         if not behind:
             return {self.process: beat}
         late = max(o.deadline for o in behind.values()) + _GRACE_S
@@ -177,7 +177,8 @@ class WatchdogProcess:
         time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
         events = MetricsWriter(Path(self.folder))
         for number, where in sorted(guilty.items()):
-            fields = _fields(where) | {"process": number, "reported_by": self.process}
+            fields: dict[str, Any] = {"phase": PHASES[where.phase], "at_step": max(where.at_step, 0)}
+            fields |= {"sample": where.sample, "process": number, "reported_by": self.process}
             if number == self.process:
                 fields["waited_s"] = round(now - beat.since, 1)
                 fields |= {"stopped_by_signal": stopped, "waits_for_others": waits, "stacks": stacks}
@@ -208,10 +209,6 @@ class WatchdogProcess:
             if size and size == before:
                 break
         return os.pread(self.dump, size, 0).decode(errors="replace")
-
-
-def _fields(beat: Beat) -> dict[str, Any]:
-    return {"phase": PHASES[beat.phase], "at_step": max(beat.at_step, 0), "sample": beat.sample}
 
 
 def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> str:

@@ -102,7 +102,7 @@ def _fitted(outcome: TrainResult, workdir: Path, temporary: Any) -> Fitted:
     stopped = outcome.stopped
     if stopped and temporary:
         stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
-    if stopped and preemption.must_leave():
+    if stopped and preemption.PROCESS.must_leave:
         raise preemption.Preempted(stopped)
     return Fitted(workdir, int(state.step), stopped, outcome, temporary)
 

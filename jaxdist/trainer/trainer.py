@@ -54,7 +54,7 @@ def run(config: RunConfig, folder: Path, **options: Any) -> State:
     """
     result = train(config, folder, **options)
     if result.stopped:
-        raise (Preempted if preemption.must_leave() else Interrupted)(result.stopped)
+        raise (Preempted if preemption.PROCESS.must_leave else Interrupted)(result.stopped)
     return result.state
 
 

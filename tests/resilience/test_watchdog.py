@@ -138,9 +138,8 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
     assert watch._limit_s("step") == 60 and watch._limit_s("data") == 60  # 20 median steps
     assert watch._limit_s("save") == 0 and watch._limit_s("evaluate") == 1000
     watch.at("save", 7)
-    assert watchdog_process.Beat(*watchdog_process._BEAT.unpack_from(watch._memory, 8)).deadline == float(
-        "inf"
-    )
+    beat = watchdog_process.Beat(*watchdog_process.BEAT.unpack_from(watch._memory, 8))
+    assert beat.deadline == float("inf")
     wrong = faults(WatchdogConfig(step_s=-1, slow_steps=0.5), "watchdog.")
     assert len(wrong) == 2 and "watchdog.step_s: got -1, required float >= 0" in wrong[0]
 
