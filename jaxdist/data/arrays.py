@@ -28,7 +28,7 @@ INDEX = "sample"  # the batch entry that is made here: the global sample index
 class ArrayHeader(NamedTuple):
     """What one array holds, as it is stored."""
 
-    dims: tuple[int, ...]  # [N, ...]
+    shape: tuple[int, ...]  # [N, ...]
     dtype: np.dtype
 
 
@@ -45,15 +45,6 @@ class ArrayRows:
         return {name: converted(name, values[chosen]) for name, values in self._arrays.items()}
 
 
-class ArraySource(NamedTuple):
-    """A source of arrays with what is trained on and what is held out."""
-
-    name: str
-    fingerprint: str
-    train: ArrayRows
-    held_out: ArrayRows
-
-
 def sample_shapes(config: DataConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Returns dims and dtype of one sample of a source that is not text, by batch entry; reads no values.
 
@@ -64,13 +55,11 @@ def sample_shapes(config: DataConfig) -> dict[str, tuple[tuple[int, ...], str]]:
         shapes = re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", config.path)
         return {name: (tuple(map(int, filter(None, dims.split(",")))), dtype) for name, dtype, dims in shapes}
     if config.source == "digits":
-        kinds = {
-            "image": ArrayHeader((1797, 8, 8, 1), np.dtype("float32")),
-            "label": ArrayHeader((1797,), np.dtype("int32")),
-        }
+        kinds = {"image": ArrayHeader((1797, 8, 8, 1), np.dtype("float32"))}
+        kinds["label"] = ArrayHeader((1797,), np.dtype("int32"))
     else:
-        kinds = _checked(config.path)[0]
-    return {name: (kind.dims[1:], _batch_dtype(name, kind.dtype)) for name, kind in kinds.items()}
+        kinds, _ = _checked(config.path)
+    return {name: (kind.shape[1:], _batch_dtype(name, kind.dtype)) for name, kind in kinds.items()}
 
 
 def describe_samples(batch: Mapping[str, np.ndarray]) -> str:
@@ -79,21 +68,26 @@ def describe_samples(batch: Mapping[str, np.ndarray]) -> str:
     return " ".join(f"{name}={_batch_dtype(name, dtype)}[{dims}]" for name, dtype, dims in shapes)
 
 
-def open_arrays(config: DataConfig) -> ArraySource:
-    """Returns the samples of a config.
+def open_arrays(config: DataConfig) -> tuple[str, str, ArrayRows, ArrayRows]:
+    """Returns name, fingerprint, training samples and held-out samples of a config.
 
     Raises:
       ConfigError: the file is not what it must be, all faults at once.
       ImportError: naming the extra that `digits` needs.
     """
-    arrays, stamp = _digits() if config.source == "digits" else _read(config.path)
-    number, fingerprint = np.arange(_length(arrays)), digest(stamp, config.validation_share)
-    name = config.source if config.source == "digits" else f"arrays {config.path}"
+    if config.source == "digits":
+        name, arrays = "digits", extras.load(DIGITS, extra="vision").read()
+        stamp = digest(*(values.tobytes().hex() for values in arrays.values()))
+    else:
+        name, (arrays, stamp) = f"arrays {config.path}", _read(config.path)
+    number, fingerprint = np.arange(count_of(arrays)), digest(stamp, config.validation_share)
     if config.validation_path:
         others, other_stamp = _read(config.validation_path)
-        if faults := _unlike(config, arrays, others):
-            raise ConfigError(faults)
-        held, train = np.arange(_length(others)), number
+        ours, theirs = ({n: list(x.shape[1:]) for n, x in file.items()} for file in (arrays, others))
+        if ours != theirs:
+            path = f"data.validation_path={config.validation_path}"
+            raise ConfigError(f"{path}: a sample has {theirs}, in data.path {ours}")
+        held, train = np.arange(count_of(others)), number
         fingerprint = digest(stamp, other_stamp)
     else:
         others, shuffled = arrays, permute(number, len(number), order_key(0, "held out"))
@@ -102,26 +96,12 @@ def open_arrays(config: DataConfig) -> ArraySource:
     if not len(train):
         raise ConfigError(f"data source {name}: all {len(number)} samples are held out; give more of them")
     held = held[: config.validation_tokens] if config.validation_tokens else held
-    return ArraySource(name, fingerprint, ArrayRows(arrays, train), ArrayRows(others, held))
+    return name, fingerprint, ArrayRows(arrays, train), ArrayRows(others, held)
 
 
-def _digits() -> tuple[dict[str, np.ndarray], str]:
-    arrays = extras.load(DIGITS, extra="vision").read()
-    return arrays, digest(*(values.tobytes().hex() for values in arrays.values()))
-
-
-def _length(arrays: Mapping[str, np.ndarray]) -> int:
-    return len(next(iter(arrays.values())))
-
-
-def _unlike(
-    config: DataConfig, arrays: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
-) -> list[str]:
-    """Returns why the held-out file cannot take the place of the training file."""
-    ours, theirs = ({n: list(x.shape[1:]) for n, x in file.items()} for file in (arrays, others))
-    if ours == theirs:
-        return []
-    return [f"data.validation_path={config.validation_path}: a sample has {theirs}, in data.path {ours}"]
+def count_of(arrays: Mapping[str, np.ndarray]) -> int:
+    """Returns how many samples arrays [N, ...] hold."""
+    return len(next(iter(arrays.values()))) if arrays else 0
 
 
 # --- .npz files -----------------------------------------------------------------------------------
@@ -132,15 +112,16 @@ def _read(path: str) -> tuple[dict[str, np.ndarray], str]:
     kinds, stamp = _checked(path)
     with np.load(Path(path).expanduser(), allow_pickle=False) as file:
         arrays = {name: file[name] for name in kinds}
-    wide = [n for n, x in arrays.items() if x.dtype.kind in "iu" and x.dtype.itemsize >= 4 and overflows(x)]
-    if wide:
+    if wide := beyond_int32(arrays):
         raise ConfigError(f"data.path={path}: {', '.join(wide)} has values beyond int32, which batches hold")
     return arrays, stamp
 
 
-def overflows(x: np.ndarray) -> bool:
-    """Returns whether an integer does not fit into int32, which batches hold."""
-    return int(x.max()) > np.iinfo(np.int32).max or int(x.min()) < np.iinfo(np.int32).min
+def beyond_int32(arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns the names of the integer arrays with values that do not fit into int32, which batches hold."""
+    integers = {name: x for name, x in arrays.items() if x.dtype.kind in "iu" and x.dtype.itemsize >= 4}
+    limits = np.iinfo(np.int32)
+    return [n for n, x in integers.items() if x.size and not limits.min <= x.min() <= x.max() <= limits.max]
 
 
 def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
@@ -155,9 +136,8 @@ def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
         raise ConfigError(
             f"data.path={path}: not a file of arrays ({error}); write one with numpy.savez(FILE, image=...)"
         ) from None
-    faults = [f"data.path={path}: {fault}" for fault in faults_of(kinds)]
-    if faults:
-        raise ConfigError(faults)
+    if faults := faults_of(kinds):
+        raise ConfigError(f"data.path={path}: {fault}" for fault in faults)
     return kinds, stamp
 
 
@@ -167,11 +147,11 @@ def _header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ArrayHeader:
         major, _ = np.lib.format.read_magic(array)
         if major not in read:
             raise ValueError(f"{entry.filename} has format {major}")
-        dims, _, dtype = read[major](array)
-    return ArrayHeader(dims, dtype)
+        shape, _, dtype = read[major](array)
+    return ArrayHeader(shape, dtype)
 
 
-def faults_of(kinds: Mapping[str, ArrayHeader]) -> list[str]:
+def faults_of(kinds: Mapping[str, ArrayHeader | np.ndarray]) -> list[str]:
     """Returns what is wrong with arrays of such kinds as samples."""
     faults = [
         f"{name} has dtype {kind.dtype}; give numbers (floats, integers or booleans)"
@@ -180,7 +160,7 @@ def faults_of(kinds: Mapping[str, ArrayHeader]) -> list[str]:
     ]
     if INDEX in kinds:
         faults.append(f"{INDEX!r} is the global sample index, which every batch has; rename the array")
-    counts = {name: kind.dims[0] if kind.dims else 0 for name, kind in kinds.items()}
+    counts = {name: kind.shape[0] if kind.shape else 0 for name, kind in kinds.items()}
     if not kinds or min(counts.values()) < 1 or len(set(counts.values())) > 1:
         faults.append(f"arrays must be [N, ...] with one N >= 1, the samples; there are {counts}")
     return faults

@@ -5,7 +5,7 @@ asks names the rows of the global batch that it wants.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
+from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 
-_SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
+SAMPLE_MASK = 0x7FFFFFFF  # `sample` is int32; randomness folded from it repeats after 2^31 samples
 _ALL_ROWS = slice(None)
 
 
@@ -40,19 +41,27 @@ class DatasetSplit:
     scanned: bool = True  # whether all token ids are known to be in the vocabulary
 
 
+def array_splits(name: str, *parts: arrays.ArrayRows) -> tuple[DatasetSplit, ...]:
+    """Returns parts of a source of arrays, each of whose samples counts as one token."""
+    return tuple(DatasetSplit(name, part, part.num_rows) for part in parts)
+
+
 class Dataset:
     """Training and held-out samples of one source or a mixture; made by `open_dataset`."""
 
     def __init__(
         self,
-        sides: list[tuple[DatasetSplit, DatasetSplit]],
-        weights: list[float],
+        sides: Sequence[tuple[DatasetSplit, ...]],
+        weights: Sequence[float] = (1.0,),
         *,
-        tokenizer: Tokenizer | None,
-        vocab_size: int | None,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
         seed: int,
         fingerprint: str,
     ):
+        """Args:
+        sides: of each source the training part and the held-out part.
+        """
         train, held_out = zip(*sides, strict=True)
         self.name = " + ".join(side.name for side in train)
         self.fingerprint = fingerprint  # of the tokens, the split, the cut and the mixture
@@ -127,29 +136,32 @@ class Dataset:
             place = f"{split} sample {indices[0]}"
             raise SourceError(f"data source {self.name} ended or failed at {place}: {error}") from error
         if self._unscanned:
-            self._check_ids(batch)
-        return batch | {"sample": (indices & _SAMPLE_MASK).astype(np.int32)}
+            largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
+            if fault := _id_fault(self.name, largest, self._vocab_size):
+                raise SourceError(fault)
+        return batch | {"sample": (indices & SAMPLE_MASK).astype(np.int32)}
 
-    def _check_ids(self, batch: Batch) -> None:
-        largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise SourceError(
-                f"data source {self.name}: token id {largest} with model.vocab_size="
-                f"{self._vocab_size}. Set model.vocab_size above every id."
-            )
+
+def _id_fault(name: str, largest: int | None, vocab_size: int | None) -> str:
+    """Returns what is wrong with a source's largest token id; empty where nothing is, or is known."""
+    if largest is None or vocab_size is None or largest < vocab_size:
+        return ""
+    return (
+        f"data source {name}: token id {largest} with model.vocab_size={vocab_size}. Set model.vocab_size "
+        f"to {largest + 1} or more."
+    )
 
 
 def _read(samples: list, source: np.ndarray, rows: np.ndarray) -> Batch:
     """Returns one batch whose row i is row `rows[i]` of `samples[source[i]]`."""
-    parts = packing.groups(source)
-    if len(parts) == 1:  # nothing to merge, and constant arrays stay the same objects
-        return samples[parts[0][0]].read(rows)
+    numbers = np.unique(source)
+    if len(numbers) == 1:  # nothing to merge, and constant arrays stay the same objects
+        return samples[numbers[0]].read(rows)
     batch: Batch = {}
-    for number, places in parts:
-        for name, values in samples[number].read(rows[places]).items():
-            if name not in batch:
-                batch[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
-            batch[name][places] = values
+    for number in numbers:
+        for name, values in samples[number].read(rows[source == number]).items():
+            whole = batch.setdefault(name, np.empty((len(rows), *values.shape[1:]), values.dtype))
+            whole[source == number] = values
     return batch
 
 
@@ -170,7 +182,7 @@ def open_dataset(
     vocab_size: int | None = None,
     seed: int = 0,
     folder: Path | None = None,
-    log: Callable[[str], None] = print,
+    log: Log = print,
 ) -> Dataset:
     """Returns the dataset of a config, tokenising the corpus on first use.
 
@@ -190,13 +202,20 @@ def open_dataset(
     if not config.is_text:
         return _open_arrays(config, seed, log)
     weights, configs = sources_of(config)
+    count = len(configs)
+    if config.validation_path:  # a corpus of its own; a mixture has none
+        configs = [config, dataclasses.replace(config, path=config.validation_path)]
     texts = [None if c.source in ("bin", "megatron") else _open_text(c, log) for c in configs]
-    encoder = _open_tokenizer(configs[0], [text for text in texts if text], folder, log)
-    sources = _SourceOpener(sequence_length, vocab_size, encoder, log)
-    sides = [sources.sides(*pair) for pair in zip(configs, texts, strict=True)]
-    fingerprint = digest(
-        sequence_length, config.packing, config.validation_share, weights, *sources.fingerprints
-    )
+    encoder = _open_tokenizer(config, [text for text in texts[:count] if text], folder, log)
+    stores = [_open_tokens(*pair, encoder, log) for pair in zip(configs, texts, strict=True)]
+    if faults := list(filter(None, (_id_fault(store.name, store.max_id, vocab_size) for store in stores))):
+        raise ConfigError(faults)
+    sides = [
+        (_cut(config, *train, sequence_length, log), _cut(config, *held, sequence_length, log, held_out=True))
+        for train, held in _split_all(stores, config, log)
+    ]
+    fingerprints = [store.fingerprint for store in stores]
+    fingerprint = digest(sequence_length, config.packing, config.validation_share, weights, *fingerprints)
     dataset = Dataset(
         sides, weights, tokenizer=encoder, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
     )
@@ -207,19 +226,12 @@ def open_dataset(
     return dataset
 
 
-def _open_arrays(config: DataConfig, seed: int, log: token_cache.Log) -> Dataset:
-    source = arrays.open_arrays(config)
-    train, held_out = (
-        DatasetSplit(source.name, part, part.num_rows) for part in (source.train, source.held_out)
-    )
-    dataset = Dataset(
-        [(train, held_out)], [1.0], tokenizer=None, vocab_size=None, seed=seed, fingerprint=source.fingerprint
-    )
+def _open_arrays(config: DataConfig, seed: int, log: Log) -> Dataset:
+    name, fingerprint, train, held_out = arrays.open_arrays(config)
     kinds = arrays.sample_shapes(config).items()
-    contents = ", ".join(f"{name} {list(dims)} {dtype}" for name, (dims, dtype) in kinds)
-    sizes = f"{source.train.num_rows} samples of {contents}; {source.held_out.num_rows} held out"
-    log(f"data: {source.name}: {sizes}")
-    return dataset
+    contents = ", ".join(f"{entry} {list(dims)} {dtype}" for entry, (dims, dtype) in kinds)
+    log(f"data: {name}: {train.num_rows} samples of {contents}; {held_out.num_rows} held out")
+    return Dataset([array_splits(name, train, held_out)], seed=seed, fingerprint=fingerprint)
 
 
 def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -237,74 +249,56 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[t
     return {name: ((sequence_length,), dtype) for name, dtype in dtypes.items()} | index
 
 
-@dataclasses.dataclass(frozen=True)
-class _SourceOpener:
-    """What the sources of one dataset share."""
-
-    length_S: int
-    vocab_size: int | None
-    encoder: Tokenizer | None
-    log: token_cache.Log
-    fingerprints: list[str] = dataclasses.field(default_factory=list)  # of the tokens opened
-
-    def sides(self, config: DataConfig, text: Corpus | None) -> tuple[DatasetSplit, DatasetSplit]:
-        """Returns the training and the held-out side of a source; `text` is None for token files."""
-        store = self._tokens(config, text)
-        if config.validation_path:
-            held_config = dataclasses.replace(config, path=config.validation_path)
-            held_store = self._tokens(held_config, text and _open_text(held_config, self.log))
-            train, held = np.ones(len(store.length), bool), np.ones(len(held_store.length), bool)
-        else:
-            store, held = split(store, config.validation_share, self.log)
-            train, held_store = ~held, store
-        if (count := int(store.length[train].sum())) <= self.length_S:
-            raise ConfigError(
-                f"data source {store.name}: {count} training tokens, but one sample needs "
-                f"{self.length_S + 1}. Give more text, lower batch.sequence_length or "
-                "data.validation_share."
-            )
-        limit = config.validation_tokens
-        return self._side(config, store, train), self._side(config, held_store, held, limit, partial=True)
-
-    def _tokens(self, config: DataConfig, text: Corpus | None) -> TokenStore:
-        """Returns the tokens of a source, checked against the model's vocabulary."""
-        if text:
-            assert self.encoder
-            store = token_cache.open_tokens(text, self.encoder, config.cache_folder(), self.log)
-        else:
-            store = (token_files.open_bin if config.source == "bin" else token_files.open_megatron)(config)
-        largest = store.max_id
-        if largest is not None and self.vocab_size is not None and largest >= self.vocab_size:
-            raise ConfigError(
-                f"data source {store.name}: token id {largest} with model.vocab_size="
-                f"{self.vocab_size}. Set model.vocab_size to {largest + 1} or more."
-            )
-        self.fingerprints.append(store.fingerprint)
-        return store
-
-    def _side(
-        self, config: DataConfig, store: TokenStore, chosen: np.ndarray, limit: int = 0, partial: bool = False
-    ) -> DatasetSplit:
-        samples: packing.Windows | packing.PackedDocuments
-        if config.packing == "window":
-            samples = packing.Windows(store, chosen, self.length_S, limit=limit, partial=partial)
-        else:
-            folder, length = config.cache_folder(), self.length_S
-            plan = packing.open_packing(store, chosen, length, limit=limit, folder=folder, log=self.log)
-            samples = packing.PackedDocuments(store, plan, self.length_S)
-        num_bytes = None if store.num_bytes is None else store.num_bytes[chosen].sum()
-        num_tokens = int(store.length[chosen].sum())
-        return DatasetSplit(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
+def _open_tokens(config: DataConfig, text: Corpus | None, encoder: Tokenizer | None, log: Log) -> TokenStore:
+    """Returns the tokens of a text, or (None) of token files."""
+    if text is None:
+        return (token_files.open_bin if config.source == "bin" else token_files.open_megatron)(config)
+    assert encoder
+    return token_cache.open_tokens(text, encoder, config.cache_folder(), log)
 
 
-def _open_text(config: DataConfig, log: token_cache.Log) -> Corpus:
+def _split_all(
+    stores: list[TokenStore], config: DataConfig, log: Log
+) -> Iterator[list[tuple[TokenStore, np.ndarray]]]:
+    """Yields of each source (store, chosen documents) twice: those of training and those held out."""
+    if config.validation_path:
+        yield [(store, np.ones(len(store.length), bool)) for store in stores]
+        return
+    for store in stores:
+        store, held = split(store, config.validation_share, log)
+        yield [(store, ~held), (store, held)]
+
+
+def _cut(
+    config: DataConfig, store: TokenStore, chosen: np.ndarray, length_S: int, log: Log, held_out: bool = False
+) -> DatasetSplit:
+    """Returns the chosen documents as samples."""
+    num_tokens = int(store.length[chosen].sum())
+    if not held_out and num_tokens <= length_S:
+        raise ConfigError(
+            f"data source {store.name}: {num_tokens} training tokens, but one sample needs {length_S + 1}. "
+            "Give more text, lower batch.sequence_length or data.validation_share."
+        )
+    limit = config.validation_tokens if held_out else 0
+    samples: packing.Windows | packing.PackedDocuments
+    if config.packing == "window":
+        samples = packing.Windows(store, chosen, length_S, limit=limit, partial=held_out)
+    else:
+        folder = config.cache_folder()
+        plan = packing.open_packing(store, chosen, length_S, limit=limit, folder=folder, log=log)
+        samples = packing.PackedDocuments(store, plan, length_S)
+    num_bytes = None if store.num_bytes is None else store.num_bytes[chosen].sum()
+    return DatasetSplit(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
+
+
+def _open_text(config: DataConfig, log: Log) -> Corpus:
     corpus = open_corpus(config)
     log(f"data: {corpus.name}: {corpus.summary}")
     return corpus
 
 
 def _open_tokenizer(
-    config: DataConfig, texts: list[Corpus], folder: Path | None, log: token_cache.Log
+    config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
 ) -> Tokenizer | None:
     """Returns the tokenizer; None for tokens made elsewhere, unless a file of it is named."""
     size, name = tokenizer.bpe_size(config.tokenizer), config.tokenizer
@@ -341,7 +335,7 @@ def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
         yield from (document.text for document in corpus.documents())
 
 
-def split(store: TokenStore, share: int, log: token_cache.Log) -> tuple[TokenStore, np.ndarray]:
+def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
     """Returns the store and which documents are held out, [documents] bool.
 
     Documents whose id hashes below `share` (of 256) are held out. Where that takes none or all of

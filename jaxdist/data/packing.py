@@ -6,15 +6,17 @@ float32, all [B, S], of rows [B] in any order; a row number past the end gives a
 0. Every token but a stream's or document's first is a target of exactly one row.
 """
 
+import functools
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.data.token_cache import Log, one_builder
-from jaxdist.data.token_files import TokenStore
+from jaxdist.data.token_files import TokenFile, TokenStore
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 
@@ -38,86 +40,58 @@ class Windows:
         limit: targets at most, 0 = all.
         partial: keep a last window that is not full (held-out data), or leave it out (training).
         """
-        self._length_S = sequence_length
-        chosen = chosen & (store.length > 0)
-        self._file, self._start, self._stream = _runs(
-            store.file[chosen], store.start[chosen], store.length[chosen]
-        )
-        targets = max(int(self._stream[-1]) - 1, 0)
+        self._files, self._length_S = store.files, sequence_length
+        # Padding follows, a document that no file owns: enough for the window after the last.
+        self._file, self._start = np.append(store.file[chosen], -1), np.append(store.start[chosen], 0)
+        length = np.append(store.length[chosen], 2 * sequence_length + 1)
+        self._stream = np.concatenate([[0], np.cumsum(length)])  # borders of documents
+        targets = max(int(self._stream[-2]) - 1, 0)
         targets = min(targets, limit) if limit else targets
         self.num_targets = targets if partial else targets - targets % sequence_length
         self.num_rows = -(-self.num_targets // sequence_length)
-        self._files, self._views = store.files, [_sliding(f.tokens, sequence_length + 1) for f in store.files]
-        self._ones = np.ones((0, sequence_length), np.float32)
-        self._places = np.zeros((0, sequence_length), np.int32)
 
     def read(self, rows: np.ndarray) -> Batch:
-        """Returns the windows `rows`. Weights and positions are the same objects as in the call
-        before where they can be, and not writeable: a loader may keep their device copies."""
-        length_S, size_B = self._length_S, len(rows)
-        begin = rows * length_S
-        run = np.minimum(np.searchsorted(self._stream, begin, "right"), len(self._file)) - 1
-        first = self._start[run] + begin - self._stream[run]
-        tokens, targets = np.empty((2, size_B, length_S), np.int32)
-        for number, here in groups(self._file[run]):
-            self._files[number].check()
-            view = self._views[number]
-            window = view[np.minimum(first[here], len(view) - 1)]
-            tokens[here], targets[here] = window[:, :-1], window[:, 1:]
-        weights, positions = self._constants(size_B)
-        left = self.num_targets - begin
-        odd = (begin + length_S >= self._stream[run + 1]) | (left < length_S)
-        for i in np.flatnonzero(odd):  # not inside one run, so that the above read junk
-            count = max(min(int(left[i]), length_S), 0)
-            tokens[i], targets[i] = 0, 0
-            window = self._read_pieces(int(begin[i]), int(run[i]), count)
-            tokens[i, :count], targets[i, :count] = window[:-1], window[1:]
-        if np.any(left < length_S):
-            weights = (np.arange(length_S) < left[:, None]).astype(np.float32)
-        return {"tokens": tokens, "targets": targets, "weights": weights, "positions": positions}
-
-    def _read_pieces(self, begin: int, run: int, num_targets: int) -> np.ndarray:
-        """Returns the num_targets + 1 tokens of the stream from `begin`, across runs."""
-        pieces, left = [np.zeros(0, np.int32)], num_targets + 1 if num_targets else 0
-        while left:
-            count = min(left, int(self._stream[run + 1]) - begin)
-            at = int(self._start[run]) + begin - int(self._stream[run])
-            pieces.append(self._files[self._file[run]].tokens[at : at + count])
-            begin, left, run = begin + count, left - count, run + 1
-        return np.concatenate(pieces)
-
-    def _constants(self, size_B: int) -> tuple[np.ndarray, np.ndarray]:
-        if len(self._ones) < size_B:
-            self._ones = np.ones((size_B, self._length_S), np.float32)
-            self._places = np.tile(np.arange(self._length_S, dtype=np.int32), (size_B, 1))
-            self._ones.flags.writeable = self._places.flags.writeable = False
-        if len(self._ones) == size_B:
-            return self._ones, self._places
-        return self._ones[:size_B], self._places[:size_B]
+        """Returns the windows `rows`. Positions, and weights of full windows, are the same objects in each
+        call and not writeable: a loader may keep their device copies."""
+        begin = np.minimum(rows, self.num_rows) * self._length_S
+        end = begin + self._length_S + 1
+        first, last = (np.searchsorted(self._stream, place, "right") - 1 for place in (begin, end - 1))
+        pieces = last - first + 1
+        piece = np.repeat(first, pieces) + count_up(pieces)
+        low = np.maximum(self._stream[piece], np.repeat(begin, pieces))
+        high = np.minimum(self._stream[piece + 1], np.repeat(end, pieces))
+        start = self._start[piece] + low - self._stream[piece]
+        window = _gather(self._files, self._file[piece], start, high - low).reshape(-1, self._length_S + 1)
+        used = np.arange(self._length_S) < (self.num_targets - begin)[:, None]
+        weights, positions = _constants(len(rows), self._length_S)
+        return {
+            "tokens": np.where(used, window[:, :-1], 0),
+            "targets": np.where(used, window[:, 1:], 0),
+            "weights": weights if used.all() else used.astype(np.float32),
+            "positions": positions,
+        }
 
 
-def _runs(file: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns (file, start, borders in the stream) of maximal stretches of adjacent documents."""
-    if not len(file):
-        return np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(2, np.int64)
-    follows = (file[1:] == file[:-1]) & (start[1:] == start[:-1] + length[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    stream = np.concatenate([[0], np.cumsum(np.add.reduceat(length, first))])
-    return file[first], start[first], stream
+@functools.lru_cache(4)
+def _constants(size_B: int, length_S: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns weights and positions of full windows, read-only."""
+    weights = np.ones((size_B, length_S), np.float32)
+    positions = np.tile(np.arange(length_S, dtype=np.int32), (size_B, 1))
+    weights.flags.writeable = positions.flags.writeable = False
+    return weights, positions
 
 
-def _sliding(tokens: np.ndarray, width: int) -> np.ndarray:
-    """Returns a view [positions, width]; a file shorter than a window gets zeros to its right."""
-    if len(tokens) < width:
-        tokens = np.concatenate([tokens, np.zeros(width - len(tokens), tokens.dtype)])
-    return np.lib.stride_tricks.sliding_window_view(tokens, width)
-
-
-def groups(numbers: np.ndarray) -> list[tuple[int, slice | np.ndarray]]:
-    """Returns each distinct number with its places in `numbers` [B]."""
-    if np.all(numbers == numbers[0]):
-        return [(int(numbers[0]), slice(None))]
-    return [(int(number), np.flatnonzero(numbers == number)) for number in np.unique(numbers)]
+def _gather(
+    files: Sequence[TokenFile], owner: np.ndarray, start: np.ndarray, length: np.ndarray
+) -> np.ndarray:
+    """Returns the tokens of pieces [P] of files, one piece after the other; 0 where the file is -1."""
+    contents = {number: files[number].tokens for number in set(owner.tolist()) - {-1}}
+    tokens, end = np.zeros(length.sum(), np.int32), 0
+    for number, first, count in zip(owner.tolist(), start.tolist(), length.tolist(), strict=True):
+        begin, end = end, end + count
+        if number >= 0:
+            tokens[begin:end] = contents[number][first : first + count]
+    return tokens
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:
@@ -166,13 +140,8 @@ class PackedDocuments:
         piece = np.repeat(first, pieces) + rank
         owner, length = self._owner[piece], self._length[piece]
         segments = np.repeat(np.where(owner < 0, 0, rank + 1).astype(np.int32), length)
-        positions = count_up(length)
-        source = np.repeat(self._start[piece], length) + positions
-        tokens, targets = np.zeros((2, segments.size), np.int32)
-        for number in set(owner.tolist()) - {-1}:
-            places, file = np.repeat(owner == number, length), self._files[number].tokens
-            at = source[places]
-            tokens[places], targets[places] = file[at], file[at + 1]
+        positions, start = count_up(length), self._start[piece]
+        tokens, targets = (_gather(self._files, owner, start + shift, length) for shift in (0, 1))
         used = segments > 0
         flat = {"tokens": tokens, "targets": targets, "segment_ids": segments}
         flat |= {"positions": (positions * used).astype(np.int32), "weights": used.astype(np.float32)}

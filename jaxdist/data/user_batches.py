@@ -5,17 +5,16 @@ Shapes: N samples, G global batch.
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.data import arrays
-from jaxdist.data.arrays import INDEX, ArrayHeader, ArrayRows
-from jaxdist.data.dataset import Dataset, DatasetSplit, SourceError
+from jaxdist.data.arrays import INDEX, ArrayRows
+from jaxdist.data.dataset import SAMPLE_MASK, Dataset, SourceError, array_splits
 from jaxdist.data.packing import Batch
 from jaxdist.storage.digest import digest
 
@@ -38,18 +37,22 @@ def open_given(
     Raises:
       ConfigError: every fault of the arrays, or of the first batch.
     """
-    source: _Computed | None = None
+    compute: Callable[[int], Any] | None = None
     if isinstance(batches, Mapping):
         rows = _checked("batches", batches)
-        train, fingerprint = ArrayRows(rows, np.arange(_count(rows))), _contents(rows)
+        train, fingerprint = ArrayRows(rows, np.arange(arrays.count_of(rows))), _contents(rows)
         size = size or DEFAULT_SIZE
     elif callable(batches) or isinstance(batches, Iterable):
-        source = _Computed(batches) if callable(batches) else _Iterated(batches)
-        rows, train = source.first, ArrayRows({}, np.arange(1))
+        compute = batches if callable(batches) else _Iterated(batches)
+        try:
+            rows = _converted("batches: the first", compute(0))
+        except SourceError as error:
+            raise ConfigError(str(error)) from error
+        train, count = ArrayRows({}, np.arange(1)), arrays.count_of(rows)
         fingerprint = _contents(rows) if callable(batches) else digest(arrays.describe_samples(rows))
-        if size not in (None, _count(rows)):
-            raise ConfigError(f"batch_size={size}: the batches have {_count(rows)} samples; leave it out")
-        size = _count(rows)
+        if size not in (None, count):
+            raise ConfigError(f"batch_size={size}: the batches have {count} samples; leave it out")
+        size = count
     else:
         raise ConfigError(
             f"batches: {type(batches).__name__}; required a dict of arrays [N, ...], a function from the "
@@ -59,95 +62,75 @@ def open_given(
     ours, theirs = (arrays.describe_samples(_without_index(x)) for x in (rows, held))
     if held and ours != theirs:
         raise ConfigError(f"validation: a sample has {theirs}; in batches {ours}")
-    out = ArrayRows(held, np.arange(_count(held)))
-    sides = DatasetSplit("batches", train, train.num_rows), DatasetSplit("validation", out, out.num_rows)
-    options: dict[str, Any] = dict(tokenizer=None, vocab_size=None, seed=seed, fingerprint=fingerprint)
-    return GivenBatches([sides], [1.0], source=source, example=rows, **options), size
+    sides = array_splits("batches", train, ArrayRows(held, np.arange(arrays.count_of(held))))
+    return GivenBatches([sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows), size
 
 
 class GivenBatches(Dataset):
     """A dataset whose training batches may come whole from a source, in its order."""
 
-    def __init__(self, *args: Any, source: _Computed | None, example: Batch, **options: Any):
+    def __init__(self, *args: Any, compute: Callable[[int], Any] | None, example: Batch, **options: Any):
         super().__init__(*args, **options)
         self.samples = arrays.describe_samples(_without_index(example))  # as `data.path` has it
-        self._source = source
+        self._compute, self._first = compute, example
 
     def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        """Returns rows of a global batch, see Dataset."""
-        if self._source is None:
-            return super().train_batch(step, global_size, rows)
-        batch = self._source.at(step)
-        numbers = ((step * global_size + np.arange(global_size)) & 0x7FFFFFFF).astype(np.int32)
-        return {name: values[rows] for name, values in ({INDEX: numbers} | batch).items()}
-
-
-class _Computed:
-    """Batches as a function of the step."""
-
-    def __init__(self, batches: Any):
-        self._batches = batches
-        try:
-            batch = self._get(0)
-        except SourceError as error:
-            raise ConfigError(str(error)) from error
-        self.first = _converted(_checked("batches: the first", batch, whole=True))
-
-    def _get(self, step: int) -> Any:
-        return self._batches(step)
-
-    def at(self, step: int) -> Batch:
-        """Returns the global batch after `step` updates.
+        """Returns rows of a global batch, see Dataset.
 
         Raises:
-          SourceError: it has other entries, dims or dtypes than the first, or there is none.
+          SourceError: the batch has other entries, dims or dtypes than the first, or there is none.
         """
-        if step == 0:
-            return self.first
-        batch, first = self._get(step), arrays.describe_samples(self.first)
+        if self._compute is None:
+            return super().train_batch(step, global_size, rows)
+        batch = self._first if step == 0 else self._computed(step, self._compute(step))
+        numbers = ((step * global_size + np.arange(global_size)) & SAMPLE_MASK).astype(np.int32)
+        return {name: values[rows] for name, values in ({INDEX: numbers} | batch).items()}
+
+    def _computed(self, step: int, batch: Any) -> Batch:
+        """Returns the batch after `step` updates, checked."""
+        name = f"batches: the one after {step} updates"
         try:
-            converted = _converted(_checked(f"batches: the one after {step} updates", batch, whole=True))
+            converted = _converted(name, batch)
         except ConfigError as error:
             raise SourceError(str(error)) from error
-        if (_count(converted), arrays.describe_samples(converted)) != (_count(self.first), first):
-            raise SourceError(
-                f"batches: the one after {step} updates has {_count(converted)} x "
-                f"{arrays.describe_samples(converted)}; the first {_count(self.first)} x {first}, and all "
-                f"must be alike"
-            )
+        this, first = (
+            f"{arrays.count_of(x)} x {arrays.describe_samples(x)}" for x in (converted, self._first)
+        )
+        if this != first:
+            raise SourceError(f"{name} has {this}; the first {first}, and all must be alike")
         return converted
 
 
-class _Iterated(_Computed):
-    """Batches in an iterable's order; those before the step that is asked for are passed over."""
+class _Iterated:
+    """An iterable's batches as a function of the step; those before it are passed over."""
 
-    _iterator: Iterator[Any] = iter(())
-    _next = 0  # of the batch that the iterator gives
+    def __init__(self, batches: Iterable[Any]):
+        self._batches, self._iterator = batches, iter(())
+        self._next = 0  # of the batch that the iterator gives
 
-    def _get(self, step: int) -> Any:
+    def __call__(self, step: int) -> Any:
         if step == 0 or step < self._next:
-            self._begin(step)
-        for number in itertools.count(self._next):
-            self._next = number + 1
+            if not self._restart():
+                raise SourceError(
+                    f"batches: the iterator cannot go back to the batch after {step} updates; give an "
+                    f"iterable that can be begun anew, or a function of the step"
+                )
+            self._next = 0
+        batch = None
+        while self._next <= step:
             batch = next(self._iterator, None)
-            batch = self._first_again(number) if batch is None else batch
-            if number == step:
-                return batch
-
-    def _begin(self, step: int) -> None:
-        before, self._iterator, self._next = self._iterator, iter(self._batches), 0
-        if self._iterator is before:
-            raise SourceError(
-                f"batches: the iterator cannot go back to the batch after {step} updates; give an iterable "
-                f"that can be begun anew, or a function of the step"
-            )
-
-    def _first_again(self, number: int) -> Any:
-        before, self._iterator = self._iterator, iter(self._batches)
-        batch = None if self._iterator is before else next(self._iterator, None)
-        if batch is None:
-            raise SourceError(f"batches: the iterator ended after {number} batches; give more or lower steps")
+            if batch is None and self._restart():
+                batch = next(self._iterator, None)
+            if batch is None:
+                why = f"the iterator ended after {self._next} batches; give more or lower steps"
+                raise SourceError(f"batches: {why}")
+            self._next += 1
         return batch
+
+    def _restart(self) -> bool:
+        """Begins anew, where the iterable can; returns whether it can."""
+        before, self._iterator = self._iterator, iter(self._batches)
+        return self._iterator is not before
 
 
 def _checked(what: str, batch: Any, *, whole: bool = False) -> dict[str, np.ndarray]:
@@ -159,27 +142,24 @@ def _checked(what: str, batch: Any, *, whole: bool = False) -> dict[str, np.ndar
     if not isinstance(batch, Mapping):
         raise ConfigError(f"{what}: {type(batch).__name__}; required a dict of arrays, e.g. dict(x=x, y=y)")
     checked = {str(name): np.asarray(values) for name, values in batch.items()}
-    kinds = {name: ArrayHeader(x.shape, x.dtype) for name, x in checked.items()}
-    faults = arrays.faults_of(_without_index(kinds) if whole else kinds)
-    wide = [n for n, x in checked.items() if x.dtype.kind in "iu" and x.size and arrays.overflows(x)]
-    if faults or wide:
-        raise ConfigError([*(f"{what}: {f}" for f in faults), *(f"{what}: {n} exceeds int32" for n in wide)])
+    faults = arrays.faults_of(_without_index(checked) if whole else checked)
+    faults += [f"{name} exceeds int32" for name in arrays.beyond_int32(checked)]
+    if faults:
+        raise ConfigError(f"{what}: {fault}" for fault in faults)
     return checked
 
 
-def _converted(batch: Batch) -> Batch:
-    return {name: arrays.converted(name, values) for name, values in batch.items()}
+def _converted(what: str, batch: Any) -> Batch:
+    """Returns a whole batch as batches hold it."""
+    checked = _checked(what, batch, whole=True)
+    return {name: arrays.converted(name, values) for name, values in checked.items()}
 
 
 def _without_index(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values for name, values in batch.items() if name != INDEX}
 
 
-def _count(batch: Mapping[str, np.ndarray]) -> int:
-    return len(next(iter(batch.values()))) if batch else 0
-
-
 def _contents(batch: Mapping[str, np.ndarray]) -> str:
     """Returns a hash of values, cheap enough for gigabytes."""
     sums = (zlib.crc32(np.ascontiguousarray(x).view(np.uint8).ravel().data) for x in batch.values())
-    return digest(arrays.describe_samples(batch), _count(batch), *sums)
+    return digest(arrays.describe_samples(batch), arrays.count_of(batch), *sums)
