@@ -23,7 +23,8 @@ from handwritten import SHAPES, Options, Shape
 import step as steps
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.pipeline.partition import PipelineConfig
-from jaxdist.parallel.pipeline.schedules import SCHEDULES, bubble_fraction
+from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
+from jaxdist.parallel.pipeline.schedules.table import SCHEDULES
 from jaxdist.telemetry.flops import hlo_flops
 
 

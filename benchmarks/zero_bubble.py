@@ -29,7 +29,8 @@ from flax import nnx
 from jaxdist.models import transformer
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import execution
-from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, simulate
+from jaxdist.parallel.pipeline.schedules.simulator import Costs, simulate
+from jaxdist.parallel.pipeline.schedules.table import build_schedule
 from jaxdist.protocols.model import BlockInfo, shared_fields
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops

@@ -5,7 +5,8 @@ A backward is three forwards long, since it computes its stage again; head and h
 
 from pathlib import Path
 
-from jaxdist.parallel.pipeline.schedules import Costs, build_schedule, draw_svg
+from jaxdist.parallel.pipeline.schedules.simulator import Costs, draw_svg
+from jaxdist.parallel.pipeline.schedules.table import build_schedule
 
 PICTURES = {"gpipe": ("gpipe", 4, 8, 1), "1f1b": ("1f1b", 4, 8, 1), "interleaved": ("interleaved", 4, 8, 2)}
 

@@ -2,7 +2,7 @@
 
 Sizes are bytes (1 GB = 1e9), times seconds, bandwidths bytes per second in one direction. They answer before
 anything is compiled, and say what to expect of the compiler's numbers; where the two differ, it is right.
-The bubble of a pipeline is `jaxdist.parallel.pipeline.schedules.bubble_fraction`.
+The bubble of a pipeline is `jaxdist.parallel.pipeline.schedules.balance.bubble_fraction`.
 """
 
 import math

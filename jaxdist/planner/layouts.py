@@ -17,7 +17,7 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
 from jaxdist.parallel.axes import BUILT, CROSSING_AXES, REST_AXIS, STATE_AXES, STEP_AXES, divisors
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
-from jaxdist.parallel.pipeline.schedules import bubble_fraction
+from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.planner import formulas, memory
 from jaxdist.planner.targets import Link, Target, validate_for

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxdist.parallel.axes import BUILT, divisors
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.parallel.pipeline.schedules import bubble_fraction
+from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
 

@@ -10,17 +10,9 @@ from typing import Any, Literal
 import jax
 
 from jaxdist.parallel.axes import divisors
-from jaxdist.parallel.pipeline.schedules import (
-    Balance,
-    Costs,
-    Schedule,
-    Simulation,
-    balance,
-    build_schedule,
-    draw_svg,
-    microbatch_options,
-    simulate,
-)
+from jaxdist.parallel.pipeline.schedules.balance import Balance, balance, microbatch_options
+from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, simulate
+from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.flops import jaxpr_flops

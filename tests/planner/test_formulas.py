@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdist.hardware import chips
-from jaxdist.parallel.pipeline.schedules import bubble_fraction
+from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.planner import formulas, rules_of_thumb, targets
 from support.goldens import rule
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.pipeline.schedules import TickRun
+from jaxdist.parallel.pipeline.schedules.program import TickRun
 from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, Tree, where_real
 from jaxdist.parallel.pipeline.stage_params import StageParams, edges, own_names
 from jaxdist.protocols.model import Batch, Loss, with_block_sums

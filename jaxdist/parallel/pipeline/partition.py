@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jaxdist.config.annotations import NonNegativeInt, PositiveInt
 from jaxdist.parallel import remat
-from jaxdist.parallel.pipeline.schedules import Program, ScheduleError, build_schedule, compile_schedule
+from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
+from jaxdist.parallel.pipeline.schedules.table import ScheduleError, build_schedule
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 NAMES = ("chunks", "stages", "layers")

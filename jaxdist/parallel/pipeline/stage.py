@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
-from jaxdist.parallel.pipeline.schedules import Program
+from jaxdist.parallel.pipeline.schedules.program import Program
 from jaxdist.parallel.pipeline.stage_params import StageParams, gathered
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import (

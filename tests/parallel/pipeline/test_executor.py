@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import table as schedules
 from support.models import FAST_COMPILE, worst
 from support.pipelines import LENGTH, MODEL, SEVEN, Case, batch_for, build
 

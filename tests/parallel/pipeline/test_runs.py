@@ -11,7 +11,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import table as schedules
 from support.models import FAST_COMPILE, bitwise_equal
 from support.pipelines import MODEL, SEVEN, Case, batch_for, build
 from support.runs import overrides, refused

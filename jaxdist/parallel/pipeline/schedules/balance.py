@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.parallel.axes import divisors
+
 WARN_ABOVE = 0.10  # of imbalance, and of bubble
 
 
@@ -16,46 +18,36 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
 class Option(NamedTuple):
     """One change of the configuration and the bubble that it leads to."""
 
-    microbatches: int
-    chunks: int
-    bubble: float
     overrides: str  # as on a command line, without `--config.`
+    bubble: float
 
 
 def microbatch_options(
-    stages: int,
-    microbatches: int,
-    chunks: int = 1,
-    *,
-    choices: Iterable[int],
-    layers: int,
-    target: float = WARN_ABOVE,
-) -> tuple[Option, ...]:
-    """Returns changes that bring the bubble down to `target`, or as far as they go; () if it is.
+    stages: int, microbatches: int, chunks: int = 1, *, choices: Iterable[int], layers: int
+) -> list[Option]:
+    """Returns changes that bring the bubble down to WARN_ABOVE, or as far as they go; [] if it is.
 
     At most two, each by itself: more microbatches, out of those that the batch allows (`choices`),
     and more chunks, out of those that divide the layers evenly. More microbatches make each one
     smaller; more chunks mean more hops and more live inputs.
     """
-    if bubble_fraction(stages, microbatches, chunks) <= target:
-        return ()
-    counts = [n for n in sorted(set(choices)) if n > microbatches and (chunks == 1 or not n % stages)]
-    most = layers // stages if microbatches % stages == 0 else 0
-    pieces = [v for v in range(chunks + 1, most + 1) if layers % (stages * v) == 0]
-    options = [
-        [_option(stages, n, chunks, f"pipeline.microbatches={n}") for n in counts],
-        [
-            _option(stages, microbatches, v, f"pipeline.schedule=interleaved pipeline.chunks={v}")
-            for v in pieces
-        ],
+    if bubble_fraction(stages, microbatches, chunks) <= WARN_ABOVE:
+        return []
+    more = [
+        Option(f"pipeline.microbatches={n}", bubble_fraction(stages, n, chunks))
+        for n in sorted(set(choices))
+        if n > microbatches and (chunks == 1 or n % stages == 0)
     ]
-    return tuple(
-        next((option for option in row if option.bubble <= target), row[-1]) for row in options if row
-    )
-
-
-def _option(stages: int, microbatches: int, chunks: int, overrides: str) -> Option:
-    return Option(microbatches, chunks, bubble_fraction(stages, microbatches, chunks), overrides)
+    finer = [
+        Option(f"pipeline.schedule=interleaved pipeline.chunks={v}", bubble_fraction(stages, microbatches, v))
+        for v in divisors(layers)
+        if v > chunks and layers % (stages * v) == 0 and microbatches % stages == 0
+    ]
+    return [
+        next((option for option in options if option.bubble <= WARN_ABOVE), options[-1])
+        for options in (more, finer)
+        if options
+    ]
 
 
 class Balance(NamedTuple):
@@ -66,15 +58,15 @@ class Balance(NamedTuple):
     imbalance: float  # heaviest place over the mean, minus 1
     heaviest: int  # the stage that has that place
 
-    def warning(self, limit: float = WARN_ABOVE) -> str | None:
-        """Returns a line if the imbalance is above `limit`: which stage, and what to change."""
-        if self.imbalance <= limit:
+    def warning(self) -> str | None:
+        """Returns a line if the imbalance is above WARN_ABOVE: which stage, and what to change."""
+        if self.imbalance <= WARN_ABOVE:
             return None
         layers = sum(self.cut)
-        divisors = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        cut, sizes = (", ".join(map(str, numbers)) for numbers in (self.cut, divisors(layers)))
         return (
-            f"stage {self.heaviest} sets the pace, {self.imbalance:.0%} above the mean of the cut "
-            f"{', '.join(map(str, self.cut))}: {layers} layers divide by {', '.join(divisors)}"
+            f"stage {self.heaviest} sets the pace, {self.imbalance:.0%} above the mean of the cut {cut}: "
+            f"{layers} layers divide by {sizes}"
         )
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError, check
+from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError, check, ticks_of
 
 
 class ScheduleRows(NamedTuple):
@@ -82,7 +82,6 @@ class Program:
     num_inputs: int
     num_gradients: int
     live_inputs: tuple[int, ...]  # input slots in use at the peak, by stage
-    live_gradients: tuple[int, ...]
 
 
 def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
@@ -95,7 +94,10 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     if faults := check(schedule):
         raise ScheduleError(faults)
     p, v = schedule.stages, schedule.chunks
-    f, b = _locate(schedule)
+    at = np.zeros((2, schedule.microbatches, p * v), np.int64)  # the tick of each op
+    for op, (tick,) in ticks_of(schedule).items():
+        at[op] = tick
+    f, b = at
     # Inputs live from arrival to B. A hop arrives after B of the tick before: it counts from `f+1`.
     x_from = np.concatenate([f[:, :1], f[:, :-1] + 1], axis=1)
     g_from = np.concatenate([b[:, 1:] + 1, f[:, -1:]], axis=1)
@@ -103,7 +105,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     g, live_g = _colour(g_from, b, p)
     nx, ng = max(live_x), max(live_g)
     i, k = (np.asarray(index) for index in np.indices(f.shape))
-    stage_of, chunk_of = np.mod(k, p), np.floor_divide(k, p)
+    chunk_of, stage_of = np.divmod(k, p)
 
     def row(value: np.ndarray, empty: int, tick: np.ndarray, places: slice) -> np.ndarray:
         out = np.full(schedule.table.shape[:2], empty, np.int32)
@@ -128,17 +130,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     ticks = _ticks(rows, *(edge.max(axis=1) for edge in edges), trash=(nx, ng))
     runs = _runs(ticks, KINDS[:5])
     runs = runs if len(runs) <= max_runs else _runs(ticks, ("forward", "backward"))
-    return Program(schedule, rows, ticks, runs, nx, ng, live_x, live_g)
-
-
-def _locate(schedule: Schedule) -> np.ndarray:
-    """Returns the tick of each op, [2, microbatches, places], of a valid table."""
-    tick, stage, slot = np.nonzero(schedule.table >= 0)
-    microbatch, chunk = np.divmod(schedule.table[tick, stage, slot], schedule.chunks)
-    places = schedule.stages * schedule.chunks
-    at = np.zeros((2, schedule.microbatches, places), np.int64)
-    at[slot, microbatch, chunk * schedule.stages + stage] = tick
-    return at
+    return Program(schedule, rows, ticks, runs, nx, ng, live_x)
 
 
 def _ticks(

@@ -6,14 +6,13 @@ at the pace of the slowest, and a stage without an op computes chunk 0 for nothi
 
 import dataclasses
 import html
-import math
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
-from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError
+from jaxdist.parallel.pipeline.schedules.table import Schedule
 
 PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")  # in order, of a tick
 
@@ -22,8 +21,8 @@ PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")  # in
 class Costs:
     """What one microbatch costs, in any one unit of time.
 
-    `forward` and `backward` (with its recomputation): a number or one a stage, for all chunks of a
-    stage together, or [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
+    `forward` and `backward` (with its recomputation): a number, for all chunks of a stage together, or
+    [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
     whole vocabulary on one stage; sharded edges divide it by the stages, `last` makes every stage
     pay all of it, as all wait for the stage that has it. `hop`: what of one hop is not hidden.
     """
@@ -39,45 +38,35 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `simulate` finds. A table with `faults` never ends: time inf, bubble 1, nothing held."""
+    """What `simulate` finds."""
 
-    faults: tuple[str, ...]
     ticks: int
     time: float
     bubble: float  # 1 - work / (stages x time): idle, masked, uneven and repeated work, and hops
     live_inputs: tuple[int, ...]  # at the peak, by stage, in stage inputs (of one chunk each)
-    live_gradients: tuple[int, ...]
     phases: np.ndarray  # time, [ticks, PHASES]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Returns validity, time, bubble and peak live inputs of a schedule (forward 1, backward 2)."""
-    try:
-        program = compile_schedule(schedule)
-    except ScheduleError as error:
-        nothing = np.zeros((len(schedule.table), len(PHASES)))
-        return Simulation(error.faults, len(nothing), math.inf, 1.0, (), (), nothing)
-    costs = costs or Costs()
+    """Returns time, bubble and peak live inputs of a schedule (forward 1, backward 2).
+
+    Raises:
+      ScheduleError: the table is not valid.
+    """
+    program, costs = compile_schedule(schedule), costs or Costs()
     forward, backward = _by_chunk(costs.forward, schedule), _by_chunk(costs.backward, schedule)
     phases = _phases(program, costs, forward, backward)
     edges = costs.embed + costs.head + costs.embed_backward
     work = schedule.microbatches * (forward.sum() + backward.sum() + edges)
     time = float(phases.sum())
     bubble = 1 - float(work) / (schedule.stages * time)
-    live = program.live_inputs, program.live_gradients
-    return Simulation((), len(phases), time, bubble, *live, phases)
+    return Simulation(len(phases), time, bubble, program.live_inputs, phases)
 
 
 def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
     """Returns costs [stages, chunks] from one of the forms that Costs allows."""
-    array, shape = np.asarray(cost, float), (schedule.stages, schedule.chunks)
-    if array.shape == shape:
-        return array
-    if array.shape not in ((), shape[:1]):
-        raise ValueError(f"a cost of shape {array.shape} was given; (), {shape[:1]} or {shape}")
-    return np.repeat(array.reshape(-1, 1) / schedule.chunks, schedule.chunks, axis=1) * np.ones(
-        (schedule.stages, 1)
-    )
+    each = np.asarray(cost, float) / (schedule.chunks if np.ndim(cost) == 0 else 1)
+    return np.broadcast_to(each, (schedule.stages, schedule.chunks))
 
 
 def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
@@ -116,8 +105,6 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960
       ScheduleError: an invalid table has no timeline.
     """
     result = simulate(schedule, costs)
-    if result.faults:
-        raise ScheduleError(result.faults)
     ends = result.phases.cumsum().reshape(result.phases.shape)
     scale = (width - _LEFT) / result.time
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""

@@ -7,6 +7,7 @@ arrives one tick later; the last place may do F and B of a microbatch in one tic
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -205,14 +206,10 @@ def _parse_cell(cell: object, microbatches: int, chunks: int) -> tuple[int, int]
         return None
     entries = []
     for microbatch, chunk in (match.group(1, 2), match.group(3, 4)):
-        if microbatch is None:
-            entries.append(-1)
-        elif int(microbatch) >= microbatches or int(chunk or 0) >= chunks:
+        i, c = int(microbatch or 0), int(chunk or 0)
+        if i >= microbatches or c >= chunks or (microbatch and not chunk and chunks > 1):
             return None
-        elif chunk is None and chunks > 1:
-            return None
-        else:
-            entries.append(int(microbatch) * chunks + int(chunk or 0))
+        entries.append(i * chunks + c if microbatch else -1)
     return entries[0], entries[1]
 
 
@@ -251,17 +248,13 @@ def check(schedule: Schedule) -> list[str]:
         f"tick {t}, stage {s}: {_WORDS[slot]} entry {table[t, s, slot]} is outside -1..{m * v - 1}"
         for t, s, slot in np.argwhere((table < -1) | (table >= m * v)).tolist()
     ]
-    ticks_of: dict[_Op, list[int]] = {}
-    for t, s, slot in np.argwhere((table >= 0) & (table < m * v)).tolist():
-        microbatch, chunk = divmod(int(table[t, s, slot]), v)
-        ticks_of.setdefault((slot, microbatch, chunk * p + s), []).append(t)
-    wanted = [(slot, i, k) for slot in (FORWARD, BACKWARD) for i in range(m) for k in range(p * v)]
-    for op in wanted:
-        ticks = ticks_of.get(op, [])
+    ops = ticks_of(schedule)
+    for op in itertools.product((FORWARD, BACKWARD), range(m), range(p * v)):
+        ticks = ops.get(op, [])
         if len(ticks) != 1:
             where = f"stands in ticks {', '.join(map(str, ticks))}" if ticks else "is missing"
             faults.append(f"{_describe(op, p)} {where}; exactly once is required")
-    once = {op: ticks[0] for op, ticks in ticks_of.items()}
+    once = {op: ticks[0] for op, ticks in ops.items()}
     late = [
         f"tick {once[op]}: {_describe(op, p)} needs {_describe(need, p)} in tick "
         f"{once[op] - delay} or before; it is in tick {once[need]}"
@@ -270,6 +263,16 @@ def check(schedule: Schedule) -> list[str]:
         if need in once and once[need] + delay > once[op]
     ]
     return faults + late
+
+
+def ticks_of(schedule: Schedule) -> dict[_Op, list[int]]:
+    """Returns the ticks in which each op stands; entries out of range are left out."""
+    ticks: dict[_Op, list[int]] = {}
+    table, entries = schedule.table, schedule.microbatches * schedule.chunks
+    for tick, stage, slot in np.argwhere((table >= 0) & (table < entries)).tolist():
+        microbatch, chunk = divmod(int(table[tick, stage, slot]), schedule.chunks)
+        ticks.setdefault((slot, microbatch, chunk * schedule.stages + stage), []).append(tick)
+    return ticks
 
 
 def _describe(op: _Op, stages: int) -> str:
@@ -283,5 +286,5 @@ def _needs(op: _Op, places: int) -> list[tuple[_Op, int]]:
     slot, microbatch, place = op
     if slot == FORWARD:
         return [((FORWARD, microbatch, place - 1), 1)] if place else []
-    own: list[tuple[_Op, int]] = [((FORWARD, microbatch, place), 0)]
-    return own + ([((BACKWARD, microbatch, place + 1), 1)] if place < places - 1 else [])
+    forward: list[tuple[_Op, int]] = [((FORWARD, microbatch, place), 0)]
+    return forward + ([((BACKWARD, microbatch, place + 1), 1)] if place < places - 1 else [])
