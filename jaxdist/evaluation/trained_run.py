@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.inference.decoding import Generate, Generation, SamplingConfig, longest_text
+from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, Weights, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
@@ -170,7 +170,7 @@ class TrainedRun:
         return tokenizer
 
     @functools.cached_property
-    def _generate(self) -> Generate:
+    def _generate(self) -> TokenGenerator:
         generate = build.text_generator(self.config, self.spec, self.mesh, self.rules)
         assert generate is not None  # _check_decodes has been called
         return generate
@@ -223,14 +223,12 @@ class TrainedRun:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             answers += self._generate(
-                self.state.trainable,
-                self.state.model_state,
+                self._weights,
                 rows[part],
                 max_tokens=max_tokens,
                 sampling=sampling,
                 seed=seed,
                 samples=samples[part],
-                frozen=self.state.frozen,
             )
         return answers
 
@@ -319,13 +317,12 @@ class TrainedRun:
     @functools.cached_property
     def longest(self) -> int:
         """Tokens that the model can take, or, without such a limit, that it was trained on at once."""
-        return longest_text(self.spec, *self._weights) or self.config.batch.sequence_length
+        return longest_text(self.spec) or self.config.batch.sequence_length
 
     @property
-    def _weights(self) -> tuple[Any, ...]:
+    def _weights(self) -> Weights:
         """The arguments of `spec.assemble`."""
-        state = self.state
-        return (state.trainable, state.model_state, *([state.frozen] if state.frozen else []))
+        return self.state.trainable, self.state.model_state, self.state.frozen
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of both; spaces between them go to the second, as tokenizers have it."""

@@ -7,10 +7,10 @@ are padded on the right. A model with a longest sequence says so as `max_length`
 Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,9 @@ from jaxdist.config import ConfigError, schema
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec, Tree
 
-Tree = Any  # nested dicts of arrays
+Weights = tuple[Tree, Tree, Tree]  # (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
 _NO_TOKEN = -1
 
@@ -47,31 +48,33 @@ class Generation(NamedTuple):
     ended: bool  # by the end token, not by the length
 
 
-class Spec(Protocol):
-    """What is needed of a model (`jaxdist.protocols.model_spec.ModelSpec` has it)."""
+class TokenGenerator:
+    """Continues prompts with a model on a mesh.
 
-    @property
-    def names(self) -> Tree:
-        """The logical names of the parameters."""
+    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer lengths) and
+    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, kv heads
+    over tensor.
+    """
 
-    def assemble(self, trainable: Tree, model_state: Tree, frozen: Tree = ...) -> Any:
-        """Returns the model with these arrays in it."""
+    def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"):
+        self._mesh, self._rules, self._longest = mesh, rules, longest_text(spec)
 
+        def run(*args, **sizes):
+            with execution.activate(mesh, rules, compute=compute):
+                return _generate(spec, compute, *args, **sizes)
 
-class Generate(Protocol):
-    """A built generator."""
+        whole = NamedSharding(mesh, P())
+        self._run = jax.jit(run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole)
 
     def __call__(
         self,
-        trainable: Tree,
-        model_state: Tree,
+        weights: Weights,
         prompts: Sequence[Sequence[int] | np.ndarray],
         *,
         max_tokens: int,
-        sampling: SamplingConfig = ...,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
         seed: int = 0,
         samples: Sequence[int] | None = None,
-        frozen: Tree | None = None,
     ) -> list[Generation]:
         """Returns what follows each prompt.
 
@@ -82,61 +85,27 @@ class Generate(Protocol):
           prompts: token ids, each at least one.
           max_tokens: new tokens at most, M.
           samples: the prompts' sample numbers, distinct for distinct draws; default 0, 1, ...
-          frozen: the parameters that were not trained, if there are any.
 
         Raises:
           ConfigError: an empty prompt, a text beyond the model's longest, illegal settings.
         """
-
-
-def build_generator(spec: Spec, mesh: Mesh, rules: Rules, *, compute: str = "float32") -> Generate:
-    """Returns the generator of a model on a mesh.
-
-    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer lengths) and
-    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, kv heads
-    over tensor.
-    """
-    program = partial(_generate, spec, compute)
-
-    def run(*args, **sizes):
-        with execution.activate(mesh, rules, compute=compute):
-            return program(*args, **sizes)
-
-    whole = NamedSharding(mesh, P())
-    compiled = jax.jit(run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole)
-
-    def generate(
-        trainable,
-        model_state,
-        prompts,
-        *,
-        max_tokens,
-        sampling=SamplingConfig(),
-        seed=0,
-        samples=None,
-        frozen=None,
-    ):
-        weights = (trainable, model_state, frozen) if frozen else (trainable, model_state)
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
-        longest = longest_text(spec, *weights)
         numbers = np.arange(len(rows)) if samples is None else np.asarray(samples)
-        _check(rows, numbers, max_tokens, longest, sampling)
+        _check(rows, numbers, max_tokens, self._longest, sampling)
         if not rows:
             return []
-        shards, width = rules.shape.batch_shards, bucket(max(row.size for row in rows))
+        longest = sys.maxsize if self._longest is None else self._longest
+        shards, room = self._rules.shape.batch_shards, bucket(max_tokens)
         B = shards * bucket(-(-len(rows) // shards), smallest=1)
-        prompts_BP = padded(rows, B, width if longest is None else min(width, longest))
+        width = min(bucket(max(row.size for row in rows)), longest)
+        prompts_BP = padded(rows, B, width)
         lengths_B = np.array([row.size for row in rows] + [1] * (B - len(rows)), np.int32)
         samples_B = np.resize(numbers, B).astype(np.int32)
-        capacity = prompts_BP.shape[1] + bucket(max_tokens)
-        capacity = capacity if longest is None else min(capacity, longest)
-        inputs = placed((prompts_BP, lengths_B, samples_B), mesh, rules)
+        inputs = placed((prompts_BP, lengths_B, samples_B), self._mesh, self._rules)
         scalars = np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32)
-        sizes = {"room": bucket(max_tokens), "capacity": capacity, "sampling": sampling}
-        tokens, counts, ended = jax.device_get(compiled(weights, *inputs, *scalars, **sizes))
+        sizes = {"room": room, "capacity": min(width + room, longest), "sampling": sampling}
+        tokens, counts, ended = jax.device_get(self._run(weights, *inputs, *scalars, **sizes))
         return [Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))]
-
-    return generate
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -154,9 +123,9 @@ class _Progress(NamedTuple):
 
 
 def _generate(
-    spec: Spec,
+    spec: ModelSpec,
     compute: str,
-    weights: tuple[Tree, ...],
+    weights: Weights,
     prompts_BP: jax.Array,
     lengths_B: jax.Array,
     samples_B: jax.Array,
@@ -169,7 +138,7 @@ def _generate(
     sampling: SamplingConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the chosen tokens [B, M], how many of them count [B], whether the end was met [B]."""
-    model = in_compute_dtype(spec, compute, *weights)
+    model = in_compute_dtype(spec, compute, weights)
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
@@ -229,28 +198,28 @@ def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     return logits_BV
 
 
-def in_compute_dtype(spec: Spec, compute: str, trainable: Tree, *others: Tree) -> Any:
+def in_compute_dtype(spec: ModelSpec, compute: str, weights: Weights) -> Any:
     """Returns the model with its kernels in the compute dtype: each token reads them all.
 
     The values are those of training, where every product casts its kernel; what float32 parts
-    read (the norms' scales) stays as it is. `others` are the further arguments of `spec.assemble`.
+    read (the norms' scales) stays as it is.
     """
-    model = spec.assemble(trainable, *others)
-    if not getattr(model, "casts_itself", False):
-        state, *frozen = others
-        return spec.assemble(precision.cast(trainable, compute), state, *precision.cast(frozen, compute))
+    trainable, model_state, frozen = weights
+    if not spec.casts_itself:
+        trainable, frozen = precision.cast((trainable, frozen), compute)
+        return spec.assemble(trainable, model_state, frozen)
     leaves, structure = jax.tree.flatten(trainable)
     names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
     cast = [precision.cast(x, compute) if len(dims) > 1 else x for x, dims in zip(leaves, names, strict=True)]
-    return spec.assemble(jax.tree.unflatten(structure, cast), *others)
+    return spec.assemble(jax.tree.unflatten(structure, cast), model_state, frozen)
 
 
 # --- what goes in ---------------------------------------------------------------------------------
 
 
-def longest_text(spec: Spec, *weights: Tree) -> int | None:
-    """Returns the most tokens that the model takes; None: no limit. `weights`: see `spec.assemble`."""
-    return getattr(spec.assemble(*weights), "max_length", None)
+def longest_text(spec: ModelSpec) -> int | None:
+    """Returns the most tokens that the model takes; None: no limit."""
+    return getattr(spec.abstract_model, "max_length", None)
 
 
 def _check(

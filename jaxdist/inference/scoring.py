@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.inference.decoding import Spec, Tree, bucket, in_compute_dtype, padded, placed
+from jaxdist.inference.decoding import Weights, bucket, in_compute_dtype, padded, placed
 from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.evaluation import read_behind
 
 _PART = 128  # tokens a row whose logits are in memory at once
@@ -57,10 +58,10 @@ def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list
     return windows
 
 
-def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: str = "float32") -> Scorer:
+def build_scorer(spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, compute: str = "float32") -> Scorer:
     """Returns `score(weights, windows, *, longest, watch=None) -> list of Score`, in the windows' order.
 
-    `weights` are the arguments of `spec.assemble`. It compiles once for each width, a power of two or
+    It compiles once for each width, a power of two or
     `longest`; rows are split over the batch axes.
 
     Args:
@@ -75,7 +76,7 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
     compiled = jax.jit(run, out_shardings=whole)
 
     def score(
-        weights: Sequence[Tree],
+        weights: Weights,
         windows: Sequence[ScoreWindow],
         *,
         longest: int,
@@ -106,10 +107,10 @@ def build_scorer(spec: Spec, mesh: Mesh, rules: Rules, *, rows: int, compute: st
 
 
 def _score(
-    spec: Spec, compute: str, weights: Sequence[Tree], inputs_BW: jax.Array, targets_BW: jax.Array
+    spec: ModelSpec, compute: str, weights: Weights, inputs_BW: jax.Array, targets_BW: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the targets' log-probabilities [B, W] float32, and whether each is the likeliest."""
-    model = in_compute_dtype(spec, compute, *weights)
+    model = in_compute_dtype(spec, compute, weights)
     rows, width = inputs_BW.shape
     size = math.gcd(width, _PART)
 

@@ -137,6 +137,11 @@ class ModelSpec:
         return self.assemble(self.trainable, self.model_state, self.frozen)
 
     @property
+    def casts_itself(self) -> bool:
+        """Returns whether the model's ops cast kernels to the compute dtype, as those of `jaxdist.ops` do."""
+        return getattr(self.model_class, "casts_itself", False)
+
+    @property
     def period(self) -> int:
         """Returns the number of blocks after which their kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))

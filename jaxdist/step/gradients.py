@@ -70,7 +70,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
     def pipelined(trainable, model_state, frozen, batch, key):
         def assemble(part: StageParams):
             trained, frozen = part.trained, part.frozen
-            if not _casts_itself(spec):
+            if not spec.casts_itself:
                 trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
             return _assembled(spec, compute, trained, part.model_state, frozen, key)
 
@@ -100,13 +100,9 @@ def _with_whole_edges(tree: Tree) -> Tree:
 
 def _assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
     """Returns the model, its parameters (not its state) in the compute dtype unless it casts them itself."""
-    if not _casts_itself(spec):
+    if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)
     return spec.assemble(trainable, model_state, frozen, key=key)
-
-
-def _casts_itself(spec: ModelSpec) -> bool:
-    return getattr(spec.model_class, "casts_itself", False)
 
 
 def _own_key(spec: ModelSpec, batch: Batch, key: jax.Array | None) -> jax.Array | None:

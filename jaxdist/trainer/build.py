@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.data import Dataset, open_dataset, sample_shapes
-from jaxdist.inference.decoding import Generate, build_generator
+from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.optim import schedules
@@ -24,7 +24,7 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 def shares_vocabulary(run: RunConfig, spec: ModelSpec) -> bool:
     """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know their part."""
-    return run.pipeline.edges == "sharded" and getattr(spec.model_class, "casts_itself", False)
+    return run.pipeline.edges == "sharded" and spec.casts_itself
 
 
 def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
@@ -67,11 +67,11 @@ def build_step(
     return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
 
 
-def text_generator(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Generate | None:
+def text_generator(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> TokenGenerator | None:
     """Returns what continues prompts with a run's model; None if the model has no `decode`."""
     if not hasattr(spec.model_class, "decode"):
         return None
-    return build_generator(spec, mesh, rules, compute=run.precision.compute)
+    return TokenGenerator(spec, mesh, rules, compute=run.precision.compute)
 
 
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:

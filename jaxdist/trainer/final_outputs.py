@@ -6,7 +6,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
-from jaxdist.inference.decoding import Generate, SamplingConfig
+from jaxdist.inference.decoding import SamplingConfig, TokenGenerator
 from jaxdist.report_page import html, summary
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import Display
@@ -20,7 +20,7 @@ def write_final_outputs(
     state: State,
     display: Display,
     tokenizer: Tokenizer | None,
-    generate: Generate | None,
+    generate: TokenGenerator | None,
 ) -> None:
     """Writes them; every process makes the call.
 
@@ -40,19 +40,17 @@ def write_final_outputs(
 
 
 def _sample(
-    config: RunConfig, state: State, tokenizer: Tokenizer, generate: Generate, display: Display
+    config: RunConfig, state: State, tokenizer: Tokenizer, generate: TokenGenerator, display: Display
 ) -> str:
     train = config.train
     display.status("sampling")
     try:
         (generation,) = generate(
-            state.trainable if state.ema is None else state.ema,
-            state.model_state,
+            (state.trainable if state.ema is None else state.ema, state.model_state, state.frozen),
             [tokenizer.encode(train.sample_prompt)],
             max_tokens=train.sample_tokens,
             sampling=SamplingConfig(temperature=0.8),
             seed=config.seed,
-            frozen=state.frozen,
         )
     except ConfigError as error:  # the run is done and saved: no sample is no failure
         display.note(f"no sample: {error}")

@@ -143,23 +143,15 @@ class Fitted:
         """Returns the tokens that follow each prompt, for a model with `init_cache` and `decode`.
 
         Raises:
-          ConfigError: it has none; as `decoding.Generate`.
+          ConfigError: it has none; as `decoding.TokenGenerator`.
         """
         outcome = self.outcome
         write = text_generator(outcome.config, outcome.spec, outcome.mesh, outcome.rules)
         if write is None:
             name = outcome.spec.model_class.__name__
             raise ConfigError(f"{name} has no init_cache and decode; use `model`")
-        trainable, model_state, frozen = self._weights
-        return write(
-            trainable,
-            model_state,
-            prompts,
-            max_tokens=max_tokens,
-            sampling=sampling or SamplingConfig(),
-            seed=seed,
-            frozen=frozen,
-        )
+        sampling = sampling or SamplingConfig()
+        return write(self._weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
 
     def __repr__(self) -> str:
         losses = [row["loss"] for row in self.metrics.train]
