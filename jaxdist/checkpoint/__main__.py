@@ -66,10 +66,9 @@ def _located(text: str) -> tuple[Path, int | None]:
 def _one(text: str) -> tuple[Path, int]:
     """Returns the folder and the step that a path means, the newest if it names none."""
     folder, step = _located(text)
-    newest = max(folders.list_steps(folder), default=None)
-    if step is None and newest is None:
+    if step is None and (step := max(folders.list_steps(folder), default=None)) is None:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    return folder, newest if step is None else step  # type: ignore[return-value]
+    return folder, step
 
 
 def _list(flags: argparse.Namespace) -> Result:
@@ -86,8 +85,9 @@ def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
         manifest = integrity.check(folder, step, **what)
     except (CheckpointError, OSError) as error:
         return {"step": step, "fault": str(error)}
-    size = {"arrays": len(manifest.fingerprints), "files": len(manifest.files), "bytes": manifest.bytes}
-    return {"step": step, **size, "run": manifest.run}
+    counts = {"arrays": len(manifest.fingerprints), "files": len(manifest.files)}
+    num_bytes = sum(size for size, _ in manifest.files.values())
+    return {"step": step, **counts, "bytes": num_bytes, "run": manifest.run}
 
 
 def _inspect(flags: argparse.Namespace) -> Result:
@@ -113,7 +113,7 @@ def _verify(flags: argparse.Namespace) -> Result:
 def _diff(flags: argparse.Namespace) -> Result:
     places = [_one(flags.path), _one(flags.other)]
     infos = [folders.read_step(*place) for place in places]
-    prints = [integrity.read_manifest(folders.step_path(*place)).fingerprints for place in places]
+    prints = [integrity.read_manifest(folder / str(step)).fingerprints for folder, step in places]
     a, b = (info.arrays for info in infos)
     differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
     differ |= {n: "values" for n in a if n in b and a[n] == b[n] and prints[0].get(n) != prints[1].get(n)}

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -60,11 +60,9 @@ class ArrayInfo:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-@dataclasses.dataclass(frozen=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """What a committed step says about itself: its arrays by canonical name, the run's metadata."""
 
-    step: int
     arrays: dict[str, ArrayInfo]
     metadata: dict[str, Any]
 
@@ -82,18 +80,13 @@ def as_path(folder: Path | str) -> Path:
     return epath.Path(text)
 
 
-def step_path(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint of `step` is or would be."""
-    return folder / str(step)
-
-
 def present_path(folder: Path, step: int) -> Path:
     """Returns where the checkpoint of `step` is.
 
     Raises:
       CheckpointError: nothing is there.
     """
-    path = step_path(folder, step)
+    path = folder / str(step)
     if not path.is_dir():
         steps = ", ".join(map(str, list_steps(folder))) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {steps}")
@@ -110,18 +103,13 @@ def list_steps(folder: Path) -> list[int]:
 
     Only the presence of both items and of the manifest is looked at, not their content.
     """
-    return [step for step in _numbered(folder) if _is_whole(step_path(folder, step))]
-
-
-def torn_steps(folder: Path) -> list[int]:
-    """Returns the step folders that lack a part (damaged by hand or by the disk), ascending."""
-    torn = [step for step in _numbered(folder) if not _is_whole(step_path(folder, step))]
-    return [step for step in torn if not _marker(folder, step).exists()]
+    return [step for step in _numbered(folder) if _is_whole(folder / str(step))]
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Returns the committed and the torn steps, ascending."""
-    return sorted(list_steps(folder) + torn_steps(folder))
+    """Returns the committed steps and those that lack a part, damaged by hand or by the disk, ascending."""
+    steps = _numbered(folder)
+    return [step for step in steps if _is_whole(folder / str(step)) or not _marker(folder, step).exists()]
 
 
 def has_steps(folder: Path) -> bool:
@@ -196,7 +184,7 @@ def read_step(folder: Path, step: int) -> StepInfo:
         raise CheckpointError(
             f"{path / _METADATA_FILE} says format, step = {version}; required: {(FORMAT, step)}"
         )
-    return StepInfo(step, arrays, metadata)
+    return StepInfo(arrays, metadata)
 
 
 def expired(steps: Collection[int], *, newest: int, keep_last: int, keep_every: int) -> list[int]:
@@ -223,8 +211,8 @@ def end_save(folder: Path, step: int) -> None:
 def remove_step(folder: Path, step: int) -> None:
     """Delete the checkpoint of `step`; should this be interrupted, `remove_leftovers` goes on."""
     begin_save(folder, step)
-    (step_path(folder, step) / MANIFEST).unlink()
-    _remove_tree(step_path(folder, step))
+    (folder / str(step) / MANIFEST).unlink()
+    _remove_tree(folder / str(step))
     end_save(folder, step)
 
 
@@ -278,7 +266,7 @@ def quarantine(folder: Path, step: int, reason: str) -> Path:
     while target.exists():
         number += 1
         target = aside / f"{step}-{number}"
-    source, note = step_path(folder, step), target.with_name(f"{target.name}.json")
+    source, note = folder / str(step), target.with_name(f"{target.name}.json")
     document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
     if isinstance(source, Path):
         shutil.move(source, target)  # also to another disk; first, as a full one takes no note

@@ -10,7 +10,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,6 @@ from jaxdist.checkpoint import fingerprint, state_dict
 from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manifest import Manifest
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination
 
@@ -45,8 +44,6 @@ class SaveResult:
     error: CheckpointError | None
     seconds: float  # from the call of `save` until committed or failed
     bytes: int  # of the arrays, each counted once over all processes, before compression
-    blocked_s: float  # seconds that the caller of `save` was held, the wait below included
-    waited_s: float  # seconds of it spent waiting for the save before; 0.0 if none was running
 
 
 class Restored(NamedTuple):
@@ -56,12 +53,8 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
-def preload() -> None:
-    """Import Orbax (a second or two), so that the first save or restore does not wait for it."""
-    _orbax_backend()
-
-
-def _orbax_backend() -> Any:
+def preload() -> Any:
+    """Imports what needs Orbax (a second or two), so that the first save or restore does not wait for it."""
     return extras.load("jaxdist.checkpoint.orbax_backend")
 
 
@@ -76,23 +69,15 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        config: CheckpointConfig,
-        *,
-        mode: Literal["write", "read"] = "write",
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: Path | str, config: CheckpointConfig, *, mode: Literal["write", "read"] = "write"
     ):
         """Opens the folder; with mode "write" makes it.
 
         Raises:
           CheckpointError: the folder cannot be written.
         """
-        self.folder = folders.as_path(folder)
-        self.config = config
-        self.mode = mode
+        self.folder, self.config, self.mode = folders.as_path(folder), config, mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
-        self._clock = clock
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last_step: int | None = None  # saved or restored; not due again
@@ -100,17 +85,13 @@ class CheckpointManager:
         self._now: float | None = None
         self._run: str | None = None  # identity of the run; process 0 knows it
         if jax.process_index() == 0:
-            self._open()
-
-    def _open(self) -> None:
-        writes = self.mode == "write"
-        try:
-            if writes:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                folders.remove_leftovers(self.folder)
-            self._run = integrity.identity(self.folder, create=writes)
-        except OSError as error:
-            raise _wrap(f"{self.folder} cannot be written", error) from error
+            try:
+                if mode == "write":
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    folders.remove_leftovers(self.folder)
+                self._run = integrity.identity(self.folder, create=mode == "write")
+            except OSError as error:
+                raise _wrap(f"{self.folder} cannot be written", error) from error
 
     def owner(self) -> str | None:
         """Returns the identity of the run whose folder this process sees; None if it sees none."""
@@ -136,23 +117,13 @@ class CheckpointManager:
         self._now = now
         if self._last_save is None:
             self._last_save = now
-        every = self.config.every_steps
+        every, minutes = self.config.every_steps, self.config.every_minutes
         due = stopped or (every > 0 and step % every == 0) or (last and self.config.save_at_end)
-        due = due or self._time_is_up(step, now - self._last_save)
+        if not due and minutes > 0 and (jax.process_count() == 1 or step % CLOCK_STEPS == 0):
+            due = coordination.broadcast(now - self._last_save >= 60 * minutes)
         due = due and step != self._last_step
-        if (last or stopped) and jax.process_count() > 1:  # only some may know that a save has failed
-            return coordination.broadcast(due)
-        return due
-
-    def _time_is_up(self, step: int, elapsed_s: float) -> bool:
-        if self.config.every_minutes <= 0:
-            return False
-        up = elapsed_s >= 60 * self.config.every_minutes
-        if jax.process_count() == 1:
-            return up
-        if step % CLOCK_STEPS:
-            return False
-        return coordination.broadcast(up)
+        # At the end only some may know that a save has failed.
+        return coordination.broadcast(due) if last or stopped else due
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], *, wait: bool = False) -> None:
         """Start to save `state` and `metadata` as one unit; the outcome comes from `poll`.
@@ -173,57 +144,46 @@ class CheckpointManager:
             raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
-        num_bytes, started, running = trees.tree_bytes(arrays), self._clock(), self._is_running()
+        num_bytes, started = trees.tree_bytes(arrays), time.monotonic()
+
+        def report(error: CheckpointError | None, *, ok: bool) -> None:
+            self._results.put(SaveResult(step, ok, error, time.monotonic() - started, num_bytes))
+
         obstacle = self._obstacle(step, num_bytes, wait)
         self._last_save = self._now
-        waited_s = self._clock() - started if running else 0.0
-
-        def report(error: CheckpointError | None, *, ok: bool, blocked_s: float | None = None) -> None:
-            seconds = self._clock() - started
-            blocked_s = seconds if blocked_s is None else blocked_s
-            self._results.put(SaveResult(step, ok, error, seconds, num_bytes, blocked_s, waited_s))
-
         if obstacle:
             report(CheckpointError(f"step {step} was not saved: {obstacle}"), ok=False)
             return
         self._last_step = step
         sums = self._start(step, arrays, document)
-        if isinstance(sums, Exception) or not self.config.asynchronous:
-            self._finish(step, list(arrays), sums, report)
-            return
-        report = functools.partial(report, blocked_s=self._clock() - started)
         finish = functools.partial(self._finish, step, list(arrays), sums, report)
+        if isinstance(sums, Exception) or not self.config.asynchronous:
+            finish()
+            return
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
-
-    def _is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
         """Returns why no save can begin, "" if one can; process 0 decides for all."""
         reason = ""
         if jax.process_index() == 0:
-            if not self.wait(None if wait else self.config.patience_s):
-                reason = "the save before is still being written; a faster disk or fewer saves would help"
-            else:
+            reason = "the save before is still being written; a faster disk or fewer saves would help"
+            if self.wait(None if wait else self.config.patience_s):
                 reason = self._make_room(step, num_bytes)
-        reason = coordination.first_error(reason)
-        if not reason:
+        if not (reason := coordination.first_error(reason)):
             self.wait()
         return reason
 
     def _make_room(self, step: int, num_bytes: int) -> str:
         try:
             folders.remove_leftovers(self.folder)  # of failed saves: they eat the rest of the disk
-            path, reason = folders.step_path(self.folder, step), self.bad_steps.pop(step, "")
+            path, reason = self.folder / str(step), self.bad_steps.pop(step, "")
             if path.exists() and (reason or step not in self.steps()):
                 folders.quarantine(self.folder, step, reason or "it was in the way and no checkpoint")
             if path.exists():
                 return f"{path} already exists"
-            if isinstance(self.folder, Path):
-                free = shutil.disk_usage(self.folder).free
-                if free < num_bytes:
-                    return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
+            if isinstance(self.folder, Path) and (free := shutil.disk_usage(self.folder).free) < num_bytes:
+                return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
             folders.begin_save(self.folder, step)
         except OSError as error:
             return _short(error)
@@ -233,7 +193,7 @@ class CheckpointManager:
         """Returns the state's fingerprint under way, or why the save could not begin."""
         try:
             sums = fingerprint.start(arrays)
-            self._backend.start(folders.step_path(self.folder, step), arrays, document)
+            self._backend.start(self.folder / str(step), arrays, document)
         except Exception as error:  # training goes on, the caller hears of it
             return error
         return sums
@@ -247,25 +207,22 @@ class CheckpointManager:
             if isinstance(sums, Exception):
                 raise sums
             self._backend.finish()
-            self._seal(step, fingerprint.finish(names, sums))
+            fingerprints = fingerprint.finish(names, sums)
+            if jax.process_index() == 0:
+                assert self._run is not None
+                integrity.seal(self.folder, step, self._run, fingerprints)
+                folders.end_save(self.folder, step)
         except Exception as error:
             ok, problem = False, _wrap(f"step {step} was not saved", error)
             self._last_step = None  # so that a save at the end is tried again
         try:
-            self._tidy(step, committed=ok)
+            if jax.process_index() == 0:
+                self._tidy(step, committed=ok)
         except OSError as error:
             problem = problem or _wrap("old checkpoints were not deleted", error)
         report(problem, ok=ok)
 
-    def _seal(self, step: int, fingerprints: Mapping[str, str]) -> None:
-        if jax.process_index() == 0:
-            assert self._run is not None
-            integrity.seal(self.folder, step, self._run, fingerprints)
-            folders.end_save(self.folder, step)
-
     def _tidy(self, step: int, *, committed: bool) -> None:
-        if jax.process_index() != 0:
-            return
         if not committed:
             folders.remove_leftovers(self.folder)
             return
@@ -276,19 +233,17 @@ class CheckpointManager:
 
     def poll(self) -> list[SaveResult]:
         """Returns the saves that ended since the last call, oldest first, without waiting."""
-        results = []
-        while not self._results.empty():
-            results.append(self._results.get())
-        return results
+        return [self._results.get() for _ in range(self._results.qsize())]
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until no save is running, at most `seconds`; how it ended comes from `poll`.
 
         Returns whether none is. By default waits for `timeout_s`: False says that the disk is stuck.
         """
-        if self._thread is not None:
-            self._thread.join(self.config.timeout_s + _GRACE_S if seconds is None else seconds)
-        return not self._is_running()
+        if self._thread is None:
+            return True
+        self._thread.join(self.config.timeout_s + _GRACE_S if seconds is None else seconds)
+        return not self._thread.is_alive()
 
     def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored:
         """Returns the state of `step`, or of the newest step that can be trusted.
@@ -308,19 +263,26 @@ class CheckpointManager:
         """
         _require_shardings(state_dict.to_canonical(abstract_state))
         self.wait()
-        candidates = self._candidates() if step is None else [step]
+        if step is not None:
+            candidates = [step]
+        else:  # newest first, torn ones too; process 0 decides for all
+            candidates = coordination.broadcast(folders.all_steps(self.folder)[: -_MAX_CANDIDATES - 1 : -1])
         if not candidates:
             aside = folders.quarantine_folder(self.folder)
             hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
             raise CheckpointError(f"there is no checkpoint in {self.folder}{hint}")
         failures: dict[int, str] = {}
         for candidate in candidates:
-            restored, reason = self._attempt(candidate, abstract_state, partial)
-            if restored is not None:
-                self._last_step = candidate
-                self._set_aside(failures)
-                return restored
-            failures[candidate] = self.bad_steps[candidate] = reason
+            try:
+                restored = self._attempt(candidate, abstract_state, partial)
+            except state_dict.LayoutError:
+                raise  # not damage: an older step would not fit either, and must not win silently
+            except CheckpointError as error:
+                failures[candidate] = self.bad_steps[candidate] = str(error)
+                continue
+            self._last_step = candidate
+            self._set_aside(failures)
+            return restored
         tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}; all are left there:\n{tried}\n"
@@ -328,55 +290,31 @@ class CheckpointManager:
             failures,
         )
 
-    def _candidates(self) -> list[int]:
-        """Returns the steps to try, newest first, torn ones too; process 0 decides for all."""
-        newest = folders.all_steps(self.folder)[: -_MAX_CANDIDATES - 1 : -1]
-        return coordination.broadcast(newest)
+    def _attempt(self, step: int, abstract_state: Any, partial: bool) -> Restored:
+        """Returns the state of `step`.
 
-    def _attempt(self, step: int, abstract_state: Any, partial: bool) -> tuple[Restored | None, str]:
-        """Returns (the restored, "") if all processes could read and trust `step`, else (None, reason)."""
-        manifest, reason = self._checked(step)
-        if manifest is None:
-            return None, reason
-        restored = info = None
-        try:
+        Raises:
+          LayoutError: it holds another model or optimizer.
+          CheckpointError: some process cannot read or trust it; all raise the same.
+        """
+        with _error_on_all(CheckpointError, OSError):  # before a read that waits for all processes
+            share = jax.process_index(), jax.process_count()
+            manifest = integrity.check(self.folder, step, run=self._run, part=share)
             info = folders.read_step(self.folder, step)
-            state_dict.check(info.arrays, abstract_state, partial=partial)
-        except state_dict.LayoutError:
-            raise  # not damage: an older step would not fit either, and must not win silently
-        except (CheckpointError, OSError) as error:
-            reason = _short(error)
-        if reason := coordination.first_error(reason):  # before a read that waits for all processes
-            return None, reason
-        assert info is not None
-        try:
+        state_dict.check(info.arrays, abstract_state, partial=partial)
+        with _error_on_all(Exception):  # Orbax and TensorStore raise many types for the same damage
             wanted = state_dict.to_canonical(abstract_state)
             for name in () if partial else state_dict.RETIRED:
                 if stored := info.arrays.get(name):
                     where = wanted["step"].sharding
                     wanted[name] = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=where)
-            arrays = self._backend.read(folders.step_path(self.folder, step), wanted)
+            arrays = self._backend.read(self.folder / str(step), wanted)
             restored = Restored(state_dict.from_canonical(arrays, abstract_state), info.metadata)
-        except Exception as error:  # Orbax and TensorStore raise many types for the same damage
-            reason = _short(error)
-        if reason := coordination.first_error(reason):
-            return None, reason
         sums = fingerprint.of(arrays)
         if changed := [name for name in sums if sums[name] != manifest.fingerprints.get(name)]:
-            return None, f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
+            raise CheckpointError(f"not what was saved, by fingerprint: {', '.join(changed[:8])}")
         state_dict.check_retired(arrays)
-        return restored, ""
-
-    def _checked(self, step: int) -> tuple[Manifest | None, str]:
-        """Returns the manifest of a step whose files are sound, by all processes, or (None, reason)."""
-        manifest, reason = None, ""
-        try:
-            share = jax.process_index(), jax.process_count()
-            manifest = integrity.check(self.folder, step, run=self._run, part=share)
-        except (CheckpointError, OSError) as error:
-            reason = _short(error)
-        reason = coordination.first_error(reason)
-        return (None, reason) if reason else (manifest, "")
+        return restored
 
     def _set_aside(self, failures: Mapping[int, str]) -> None:
         if self.mode == "write" and jax.process_index() == 0:
@@ -386,7 +324,7 @@ class CheckpointManager:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        return _orbax_backend().OrbaxBackend(timeout_s=self.config.timeout_s)
+        return preload().OrbaxBackend(timeout_s=self.config.timeout_s)
 
     def close(self) -> None:
         """Wait for the running save and release threads; `poll` still gives its result."""
@@ -399,6 +337,18 @@ class CheckpointManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
+    """Raises a CheckpointError on all processes where one has had an error of these kinds."""
+    reason = ""
+    try:
+        yield
+    except kinds as error:
+        reason = _short(error)
+    if reason := coordination.first_error(reason):
+        raise CheckpointError(reason)
 
 
 def _require_shardings(abstract: Mapping[str, Any]) -> None:

@@ -38,26 +38,19 @@ class Manifest:
     files: dict[str, tuple[int, str]]  # {path inside the step: (bytes, sha256)}
     fingerprints: dict[str, str]  # {array: hex}, the same for any mesh; see `fingerprint.py`
 
-    @property
-    def bytes(self) -> int:
-        """Returns the bytes of all files."""
-        return sum(size for size, _ in self.files.values())
-
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> Manifest:
+def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> None:
     """Hash every file of a step and write its manifest: from here on the step counts.
 
     Raises:
       OSError: a file cannot be read, the manifest cannot be written.
     """
-    path = folders.step_path(folder, step)
-    files = _hashed(path, sorted(_files(path)))
-    manifest = Manifest(step, run, files, dict(fingerprints))
+    path = folder / str(step)
+    manifest = Manifest(step, run, _hashed(path, sorted(_files(path))), dict(fingerprints))
     atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
-    return manifest
 
 
 def _text(manifest: Manifest) -> str:

@@ -11,6 +11,7 @@ part is taken by an earlier sibling it becomes `part~2`, `part~3`, ... for that 
 chain of adam and a schedule has `mu`, `nu`, `count` (adam) and `count~2` (schedule).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,6 @@ _UNNAMED = "value"  # the first part of an array that sits directly in a sequenc
 # could hurry the schedule; where it did not, the position is `step`, and nothing is lost without them.
 _POSITION, _PACE = RETIRED = ("opt_state/clock", "opt_state/pace")
 
-_Path = tuple[str, ...]
-
 
 class LayoutError(CheckpointError):
     """The arrays of a checkpoint are not those of the state; `faults` has one line for each."""
@@ -48,8 +47,7 @@ def to_canonical(state: Any) -> dict[str, Any]:
     Raises:
       ValueError: a key of the state holds "/".
     """
-    leaves, _ = tree_util.tree_flatten(state)
-    return {name: leaves[index] for name, index in _names(state)}
+    return dict(zip(_names(state), tree_util.tree_leaves(state), strict=True))
 
 
 def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
@@ -59,14 +57,14 @@ def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
       LayoutError: names are missing or unexpected, or a shape or dtype differs; all are listed.
     """
     check(describe(arrays), abstract_state)
-    leaves: dict[int, Any] = {index: arrays[name] for name, index in _names(abstract_state)}
     structure = tree_util.tree_structure(abstract_state)
-    return tree_util.tree_unflatten(structure, [leaves[index] for index in range(len(leaves))])
+    return tree_util.tree_unflatten(structure, [arrays[name] for name in _names(abstract_state)])
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
     """Returns shape and dtype of each array, abstract array or Python scalar."""
-    return {name: _info(leaf) for name, leaf in arrays.items()}
+    typed = {name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for name, leaf in arrays.items()}
+    return {name: ArrayInfo(tuple(np.shape(leaf)), str(leaf.dtype)) for name, leaf in typed.items()}
 
 
 def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False) -> None:
@@ -102,49 +100,38 @@ def check_retired(arrays: Mapping[str, Any]) -> None:
         raise LayoutError([fault])
 
 
-def _info(leaf: Any) -> ArrayInfo:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return ArrayInfo(tuple(np.shape(leaf)), str(dtype))
-
-
-def _names(state: Any) -> list[tuple[str, int]]:
-    """Returns (canonical name, index of the leaf in flatten order) for each leaf."""
+def _names(state: Any) -> list[str]:
+    """Returns the canonical names of the leaves, in flatten order."""
     root: dict[Any, Any] = {}
-    paths, _ = tree_util.tree_flatten_with_path(state)
-    for index, (path, _) in enumerate(paths):
+    for path, _ in tree_util.tree_leaves_with_path(state):
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = index
-    return [(trees.SEPARATOR.join(path), index) for path, index in _visit(root)]
+        node[path[-1]] = None
+    return [trees.SEPARATOR.join(path) for path in _visit(root)]
 
 
-def _visit(node: dict[Any, Any] | int) -> list[tuple[_Path, int]]:
-    if isinstance(node, int):
-        return [((), node)]
+def _visit(node: dict[Any, Any] | None) -> list[tuple[str, ...]]:
+    """Returns the paths of a node's leaves, in their order; None is a leaf."""
+    if node is None:
+        return [()]
     taken: set[str] = set()
-    entries: list[tuple[_Path, int]] = []
+    paths: list[tuple[str, ...]] = []
     for key, child in node.items():
         prefix = () if _is_silent(key) else (trees.key_name(key),)
-        members = [(prefix + path or (_UNNAMED,), index) for path, index in _visit(child)]
-        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path, _ in members)}
+        members = [prefix + path or (_UNNAMED,) for path in _visit(child)]
+        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path in members)}
         taken.update(renamed.values())
-        entries += [((renamed[path[0]], *path[1:]), index) for path, index in members]
-    return entries
+        paths += [(renamed[path[0]], *path[1:]) for path in members]
+    return paths
 
 
 def _is_silent(key: object) -> bool:
-    match key:
-        case tree_util.SequenceKey() | tree_util.FlattenedIndexKey():
-            return True
-        case tree_util.GetAttrKey(name=name):
-            return name in _WRAPPERS
-    return False
+    if isinstance(key, tree_util.GetAttrKey):
+        return key.name in _WRAPPERS
+    return isinstance(key, tree_util.SequenceKey | tree_util.FlattenedIndexKey)
 
 
 def _free(part: str, taken: set[str]) -> str:
-    name, number = part, 1
-    while name in taken:
-        number += 1
-        name = f"{part}~{number}"
-    return name
+    numbered = (f"{part}~{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([part], numbered) if name not in taken)

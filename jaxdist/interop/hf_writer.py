@@ -57,7 +57,7 @@ class CheckpointWeights:
         for number in [step] if step is not None else folders.all_steps(folder)[::-1]:
             try:
                 self.manifest = manifest.check(folder, number, run=run)
-                self.step, self._path = number, folders.step_path(folder, number)
+                self.step, self._path = number, folder / str(number)
                 self._arrays = folders.read_step(folder, number).arrays
                 break
             except (CheckpointError, OSError) as error:

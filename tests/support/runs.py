@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train as train_command
-from jaxdist.checkpoint.files import read_step, step_path
+from jaxdist.checkpoint.files import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import cli
@@ -97,7 +97,7 @@ def final_arrays(workdir: Path, step: int = TINY["train.steps"]) -> dict[str, np
         for name, info in read_step(folder, step).arrays.items()
     }
     backend = OrbaxBackend(timeout_s=60)
-    found = backend.read(step_path(folder, step), abstract)
+    found = backend.read(folder / str(step), abstract)
     backend.close()
     return jax.device_get(found)
 

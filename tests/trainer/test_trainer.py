@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.files import list_steps, read_step, step_path
+from jaxdist.checkpoint.files import list_steps, read_step
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import (
     command,
@@ -110,7 +110,7 @@ def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_pat
     workdir = tmp_path / "torn"
     shutil.copytree(straight, workdir)
     for step in list_steps(workdir / "checkpoints"):
-        shutil.rmtree(step_path(workdir / "checkpoints", step) / "state")
+        shutil.rmtree(workdir / "checkpoints" / str(step) / "state")
     before = (workdir / "metrics.jsonl").read_bytes()
     done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
     assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[-2000:]
