@@ -204,7 +204,7 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
     permutes = (o for o in collectives if o.kind == "collective-permute" and o.in_loop)
     if sum(one.axis != "pipeline" for one in permutes) >= _WINDOWED:
         yield "matrix products are windowed, for which the compiler counts far too many cycles"
-    runs = module.runs()
+    runs = list(module.runs())
     if loops := sorted({run.loops[-1] for run in runs if not run.certain}):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
     called = [s for run in runs for s in module.computations[run.computation].values() if _KERNEL in s.text]

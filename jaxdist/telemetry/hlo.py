@@ -41,16 +41,25 @@ _MOVES = (  # what hands on an array as it is, or part of it
 )  # fmt: skip
 
 Shape = tuple[int, ...]
-_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}  # others say it: f32, s8, u4, c64, f8e4m3fn
 
 
 def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
     """Returns the bytes of arrays of these dtypes and shapes, unpadded."""
     bits = 0
     for dtype, shape in types:
-        width = re.search(r"\d+", dtype)
-        bits += math.prod(shape) * _BITS.get(dtype, int(width.group()) if width else 0)
+        width = _integers("u8" if dtype == "pred" else dtype) or [0]  # tokens have none
+        bits += math.prod(shape) * width[0]
     return -(-bits // 8)
+
+
+def _first(pattern: re.Pattern, text: str) -> str:
+    """Returns the first group of a pattern where it is first found, or ""."""
+    match = pattern.search(text)
+    return match.group(1) if match else ""
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,9 @@ class LoopRun:
     """A computation that the schedule runs, by itself or for a loop or branch."""
 
     computation: str
-    times: int  # per run of the program; loops of unknown length count once
-    loops: tuple[str, ...]  # the names of the `while`s around it, outermost first
-    certain: bool  # False inside a loop of unknown length
+    times: int = 1  # per run of the program; loops of unknown length count once
+    loops: tuple[str, ...] = ()  # the names of the `while`s around it, outermost first
+    certain: bool = True  # False inside a loop of unknown length
 
 
 @dataclass(frozen=True)
@@ -105,14 +114,9 @@ class Instruction:
         ]
 
     @property
-    def shapes(self) -> list[Shape]:
-        """The shape of the result; several for a tuple."""
-        return [shape for _, shape in self.types]
-
-    @property
     def shape(self) -> Shape:
         """The shape of the result, of its first part if it is a tuple; () for a token."""
-        return next(iter(self.shapes), ())
+        return next((shape for _, shape in self.types), ())
 
     @property
     def operands(self) -> list[str]:
@@ -132,15 +136,13 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """What the TPU compiler thinks it takes; 0 on kernels, collectives and other platforms."""
-        match = _CYCLES.search(self.text)
-        cycles = int(match.group(1)) if match else 0
+        cycles = int(_first(_CYCLES, self.text) or 0)
         return cycles if cycles < _NOT_CYCLES else 0
 
     @property
     def op_name(self) -> str:
         """The path of JAX transformations and primitives that it came from, or ""."""
-        match = _OP_NAME.search(self.text)
-        return match.group(1) if match else ""
+        return _first(_OP_NAME, self.text)
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -148,8 +150,8 @@ class Instruction:
 
         Of a permute a sender and its receiver.
         """
-        if pairs := _PAIRS.search(self.attributes):
-            return _first_route(pairs.group(1))
+        if pairs := _first(_PAIRS, self.attributes):
+            return _first_route(pairs)
         match = _GROUPS.search(self.attributes)
         return _first_group(match.group()) if match else ()
 
@@ -182,14 +184,14 @@ class Module:
         integer constant of the condition is the limit of the loop that jax made of a scan. One whose
         first iteration was peeled off starts at 1.
         """
-        if match := _TRIPS.search(loop.attributes):
-            return int(match.group(1))
+        if trips := _first(_TRIPS, loop.attributes):
+            return int(trips)
         (condition,) = loop.called("condition")
-        texts = (instruction.text for instruction in self._reachable(condition))
-        limits = [int(match.group(1)) for t in texts if (match := _INTEGER.search(t))]
-        return max(0, max(limits) - self._first(loop, condition)) if limits else None
+        numbers = (_first(_INTEGER, instruction.text) for instruction in self._reachable(condition))
+        limits = [int(number) for number in numbers if number]
+        return max(0, max(limits) - self._start(loop, condition)) if limits else None
 
-    def _first(self, loop: Instruction, condition: str) -> int:
+    def _start(self, loop: Instruction, condition: str) -> int:
         """Returns the number that a loop counts from; 0 if that cannot be seen."""
         around = self.computations[self._callers[loop.called("body")[0]][0]]
         counters = [s for s in self.computations[condition].values() if s.opcode == "get-tuple-element"]
@@ -198,44 +200,40 @@ class Module:
             step = around.get(step.operands[int(counters[0].value("index"))])
             while step is not None and step.opcode in _MOVES:
                 step = around.get(step.operands[0])
-            if step is not None and (match := _INTEGER.search(step.text)):
-                return int(match.group(1))
+            if step is not None:
+                return int(_first(_INTEGER, step.text) or 0)
         return 0
 
-    def runs(self, start: str = "") -> list[LoopRun]:
-        """Returns the computations whose instructions the schedule runs one by one, entry first.
+    def runs(self, run: LoopRun | None = None) -> Iterator[LoopRun]:
+        """Yields the computations whose instructions the schedule runs one by one, entry (or `run`) first.
 
         Into loops (not their conditions), calls and the branch of a conditional that has the most
         cycles; not into fusions, whose cost stands at the fusion, and what other threads run.
         """
-        return list(self._runs(LoopRun(start or self.entry, 1, (), True)))
-
-    def _runs(self, run: LoopRun) -> Iterator[LoopRun]:
+        run = run or LoopRun(self.entry)
         yield run
         for step in self.computations[run.computation].values():
-            opcode = step.opcode
-            if opcode == "while":
+            if step.opcode == "while":
                 trips = self.trip_count(step)
-                inner = (run.times * (trips or 1), (*run.loops, step.name), run.certain and trips is not None)
-                yield from self._runs(LoopRun(step.called("body")[0], *inner))
-            elif opcode == "conditional":
-                yield from self._runs(replace(run, computation=max(step.called(*BRANCHES), key=self.cycles)))
-            elif opcode == "call":
-                yield from self._runs(replace(run, computation=step.called("to_apply")[0]))
+                times, certain = run.times * (trips or 1), run.certain and trips is not None
+                yield from self.runs(LoopRun(step.called("body")[0], times, (*run.loops, step.name), certain))
+            elif step.opcode == "conditional":
+                yield from self.runs(replace(run, computation=max(step.called(*BRANCHES), key=self.cycles)))
+            elif step.opcode == "call":
+                yield from self.runs(replace(run, computation=step.called("to_apply")[0]))
 
     def cycles(self, computation: str) -> int:
         """Returns the estimated cycles of a computation, loops and the dearest branches included."""
-        runs = self.runs(computation)
         return sum(
-            run.times * sum(step.cycles for step in self.computations[run.computation].values())
-            for run in runs
+            run.times * step.cycles
+            for run in self.runs(LoopRun(computation))
+            for step in self.computations[run.computation].values()
         )
 
     def stack(self, instruction: Instruction) -> list[Frame]:
         """Returns the Python stack that traced it, innermost first; [] if none is recorded."""
-        match = _FRAME.search(instruction.text)
         frames: list[Frame] = []
-        frame = int(match.group(1)) if match else 0
+        frame = int(_first(_FRAME, instruction.text) or 0)
         while row := self.tables.get("StackFrames", {}).get(frame):
             place, parent = _numbers(row)
             file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
@@ -340,41 +338,36 @@ def _first_group(text: str) -> tuple[int, ...]:
     match = _GROUPS.match(text)
     assert match is not None, text
     if match["lists"]:
-        return tuple(map(int, re.findall(r"\d+", match["lists"].split("}")[0])))
+        return tuple(_integers(match["lists"].split("}")[0]))
     if match["shape"]:
-        _, size = re.findall(r"\d+", match["shape"])
-        return tuple(map(int, _order(match["iota"])[: int(size)]))
+        _, size = _integers(match["shape"])
+        return tuple(map(int, _order(match["iota"])[:size]))
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])}
     order = _order(match["order"]) if match["order"] else np.arange(math.prod(sizes.values()))
-    grid, chosen = order.reshape(tuple(sizes.values())), _chosen(match["axes"])
-    for position, (axis, size) in enumerate(sizes.items()):
-        if axis not in chosen:
-            grid = grid.take([0], axis=position)
-        elif part := chosen[axis]:  # "axis":(before)size is a part of the axis
-            stride = size // part[0] // part[1]
-            grid = grid.take([i * stride for i in range(part[1])], axis=position)
+    # "axis":(before)size is a part of an axis: that many are before it, the rest behind
+    chosen = {axis: part for axis, *part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"])}
+    dims: list[int] = []
+    for axis, size in sizes.items():
+        before, part = chosen.get(axis, (1, 1))
+        before, part = int(before or 1), int(part or size)
+        dims += [before, part, size // before // part]
+    grid = order.reshape(dims)[(0, slice(None), 0) * len(sizes)]
     return tuple(map(int, grid.ravel()))
-
-
-def _chosen(text: str) -> dict[str, tuple[int, int] | None]:
-    """Returns the axes of {'a','b':(2)4}, and of a part of one what is before it and its size."""
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", text)
-    return {axis: (int(before), int(size)) if size else None for axis, before, size in parts}
 
 
 def _order(text: str) -> np.ndarray:
     """Returns the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
     dims, _, permutation = text.partition("T")
-    numbers = [int(n) for n in re.findall(r"\d+", dims)]
+    numbers = _integers(dims)
     if "[" not in dims:
         return np.array(numbers)
-    order = [int(n) for n in re.findall(r"\d+", permutation)] or range(len(numbers))
+    order = _integers(permutation) or range(len(numbers))
     return np.arange(math.prod(numbers)).reshape(numbers).transpose(order).ravel()
 
 
 @lru_cache(maxsize=4096)
-def _first_route(pairs: str) -> tuple[int, ...]:
+def _first_route(text: str) -> tuple[int, ...]:
     """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different devices."""
-    numbers = [int(n) for n in re.findall(r"\d+", pairs)]
-    moves = [pair for pair in zip(numbers[::2], numbers[1::2], strict=True) if pair[0] != pair[1]]
-    return moves[0] if moves else tuple(numbers[:1])
+    numbers = _integers(text)
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return next((pair for pair in pairs if pair[0] != pair[1]), tuple(numbers[:1]))

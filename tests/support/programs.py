@@ -127,5 +127,5 @@ def buffer_shapes(module: hlo.Module) -> set[tuple[int, ...]]:
         shape
         for instructions in module.computations.values()
         for instruction in instructions.values()
-        for shape in instruction.shapes
+        for _, shape in instruction.types
     }
