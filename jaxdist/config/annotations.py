@@ -4,6 +4,7 @@ A range is metadata of the annotation, in the words of `annotated-types`: `Annot
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import io
@@ -41,8 +42,7 @@ _TRUE = dict.fromkeys(("true", "1", "yes"), True)
 _WORDS = {**_TRUE, **dict.fromkeys(("false", "0", "no"), False), "none": None}
 
 
-class Mismatch(Exception):
-    """A value that does not conform to an annotation; the text says what is required."""
+MISMATCH = (ValueError, OverflowError)  # what `convert` and `parse` raise of a value that does not conform
 
 
 def describe(annotation: object) -> str:
@@ -73,62 +73,37 @@ def _limits(metadata: Iterable[object]) -> Iterator[tuple[Callable[[Any, Any], b
             yield conforms, words, getattr(entry, name)
 
 
-def in_range(value: Any, annotation: Any) -> bool:
-    """Returns whether a value has the annotation's type and range; a float with a range is finite."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        if value is None:  # where absence is allowed, the range is of what is there
-            return in_range(None, args[0])
-        finite = value == value and value not in (math.inf, -math.inf)  # nan differs from itself
-        limits = _limits(args[1:])
-        return in_range(value, args[0]) and finite and all(holds(value, limit) for holds, _, limit in limits)
-    if origin in _UNIONS:
-        return any(in_range(value, arg) for arg in args)
-    try:
-        convert(value, annotation)
-    except Mismatch:
-        return False
-    return origin is not tuple or all(map(in_range, value, _element_types(args, value)))
+def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
+    """Returns `value` as the annotation's type (int as float, list as tuple) or raises MISMATCH.
 
-
-def convert(value: Any, annotation: Any) -> Any:
-    """Returns `value` as the annotation's type (int as float, list as tuple) or raises Mismatch.
-
-    Ranges are not looked at: `in_range` does, so that a run reports them beside all other faults.
+    Ranges are looked at last, so that a run reports them beside all other faults. A number with a
+    range is finite; where absence is allowed, the range is of what is there.
     """
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return _first([(value, args[0])], annotation)
-    kind = origin or annotation
-    if kind in _UNIONS:
-        return _first(((value, arg) for arg in args), annotation)
-    if kind is tuple:
-        return _convert_tuple(value, args, annotation)
-    if kind is Literal:
-        accepted = any(value == arg and type(value) is type(arg) for arg in args)
-    elif kind in (Any, object):
-        accepted = True
+    args = typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    if kind is Annotated:
+        value = convert(value, args[0], check_range=check_range)
+        if check_range and value is not None:
+            finite = value == value and value not in (math.inf, -math.inf)  # nan differs from itself
+            conforms = finite and all(holds(value, limit) for holds, _, limit in _limits(args[1:]))
+        else:
+            conforms = True
+    elif kind in _UNIONS:
+        return _first(((value, arg) for arg in args), check_range)
+    elif kind is tuple and isinstance(value, (tuple, list)):
+        pairs = zip(value, _element_types(args, value), strict=True)
+        return tuple(convert(item, arg, check_range=check_range) for item, arg in pairs)
+    elif kind is Literal:
+        conforms = any(value == arg and type(value) is type(arg) for arg in args)
     elif kind in (None, type(None)):
-        accepted = value is None
+        conforms = value is None
     elif kind in _NUMBERS:  # bool is an int to Python, not to us
-        accepted = isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+        conforms = isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     else:
-        accepted = isinstance(value, kind)
-    if not accepted:
-        raise Mismatch(describe(annotation))
-    try:
-        return kind(value) if kind in _NUMBERS else value
-    except OverflowError:  # an int beyond all floats
-        raise Mismatch(describe(annotation)) from None
-
-
-def _convert_tuple(value: Any, args: tuple, annotation: object) -> tuple:
-    if not isinstance(value, (tuple, list)):
-        raise Mismatch(describe(annotation))
-    try:
-        return tuple(convert(v, a) for v, a in zip(value, _element_types(args, value), strict=True))
-    except (Mismatch, ValueError):  # an element, or their number
-        raise Mismatch(describe(annotation)) from None
+        conforms = kind in (Any, object) or isinstance(value, kind)
+    if not conforms:
+        raise ValueError(f"{value!r} is no {describe(annotation)}")
+    return kind(value) if kind in _NUMBERS else value
 
 
 def _element_types(args: tuple, value: Collection) -> tuple:
@@ -138,18 +113,16 @@ def _element_types(args: tuple, value: Collection) -> tuple:
 
 
 def parse(text: str, annotation: object) -> Any:
-    """Returns command-line text as the annotation's type, or raises Mismatch."""
-    return _first(((reading, annotation) for reading in _readings(text)), annotation)
+    """Returns command-line text as the annotation's type, or raises MISMATCH."""
+    return _first((reading, annotation) for reading in _readings(text))
 
 
-def _first(candidates: Iterable[tuple[object, object]], annotation: object) -> Any:
+def _first(candidates: Iterable[tuple[object, object]], check_range: bool = False) -> Any:
     """Returns the first (value, annotation) pair that converts."""
-    for value, candidate in candidates:
-        try:
-            return convert(value, candidate)
-        except Mismatch:
-            continue
-    raise Mismatch(describe(annotation))
+    for value, annotation in candidates:
+        with contextlib.suppress(*MISMATCH):
+            return convert(value, annotation, check_range=check_range)
+    raise ValueError("no reading of the value conforms")
 
 
 def _readings(text: str) -> Iterator[object]:
@@ -183,36 +156,31 @@ def docs(source: Any) -> Mapping[str, str]:
     The comment is the one that trails the field, else the comment lines right above it. Without
     source code at hand (a REPL, a zip) the result is empty.
     """
-    comments: dict[str, str] = {}
+    documented: dict[str, str] = {}
     for part in reversed(source.__mro__[:-1]) if isinstance(source, type) else [source]:
         try:
-            text = textwrap.dedent(inspect.getsource(part))
-            comments |= _comments_by_name(ast.parse(text), *_comments(text))
+            documented |= _comments(textwrap.dedent(inspect.getsource(part)))
         except (OSError, TypeError, SyntaxError):
             continue
-    return comments
+    return documented
 
 
-def _comments_by_name(tree: ast.AST, trailing: dict[int, str], alone: dict[int, str]) -> dict[str, str]:
+def _comments(source: str) -> dict[str, str]:
+    words: dict[int, str] = {}  # line -> its comment
+    alone = set()  # lines that hold nothing else
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            words[line] = token.string.lstrip("#: ").rstrip()
+            if not token.line[:column].strip():
+                alone.add(line)
     comments: dict[str, str] = {}
-    for node in ast.walk(tree):  # breadth first: a field wins over a method's parameter
+    for node in ast.walk(ast.parse(source)):  # breadth first: a field wins over a method's parameter
         if isinstance(node, (ast.AnnAssign, ast.arg)):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             first = node.lineno
             while first - 1 in alone:
                 first -= 1
-            above = " ".join(alone[line] for line in range(first, node.lineno))
-            comments.setdefault(name, trailing.get(node.end_lineno or 0, above))
+            above = " ".join(words[line] for line in range(first, node.lineno))
+            comments.setdefault(name, words.get(node.end_lineno or 0, above))
     return comments
-
-
-def _comments(text: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns `{line: words}` of the comments behind code, and of those on lines of their own."""
-    trailing: dict[int, str] = {}
-    alone: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            line, column = token.start
-            kind = trailing if token.line[:column].strip() else alone
-            kind[line] = token.string.lstrip("#: ").rstrip()
-    return trailing, alone

@@ -7,7 +7,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,14 @@ def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Sc
             faults.extend(error.faults)
     if faults:
         raise ConfigError(faults)
-    for path, value in values.items():
-        *groups, name = path.split(".")
-        owner = config
-        for group in groups:
-            if group not in owner:
-                with owner.unlocked():
+    with config.unlocked(), config.ignore_type():
+        for path, value in values.items():
+            *groups, name = path.split(".")
+            owner = config
+            for group in groups:
+                if group not in owner:
                     owner[group] = ConfigDict()
-            owner = owner[group]
-        with owner.unlocked(), owner.ignore_type():
+                owner = owner[group]
             owner[name] = value
 
 
@@ -130,8 +129,4 @@ def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
         shown = "(required)" if value is MISSING else repr(value)
         rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
     widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]
-    return "\n".join((_row(row[:3], widths) + row[3]).rstrip() for row in rows)
-
-
-def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
-    return "".join(cell.ljust(width) + "  " for cell, width in zip(cells, widths, strict=True))
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)

@@ -63,7 +63,8 @@ def schema_of(cls: type, prefix: str = "") -> Schema:
     field annotated as a Mapping is an open group: it has no leaves here, its owner adds them.
     """
     if dataclasses.is_dataclass(cls):
-        return {field.path: field for field in _dataclass_fields(cls, prefix, MISSING)}
+        fields = _dataclass_fields(cls, prefix, MISSING)
+        return {field.path: field for field in fields if not _is_open_group(field.type)}
     return {field.path: field for field in _parameter_fields(cls, prefix)}
 
 
@@ -73,14 +74,14 @@ def _hints(source: Any) -> Mapping[str, Any]:
 
 
 def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field]:
-    """Yields leaves; an owner's default `instance` of a group beats the group's own defaults."""
+    """Yields leaves and open groups; an owner's default `instance` of a group beats the group's own."""
     hints, docs = _hints(cls), annotations.docs(cls)
     for item in dataclasses.fields(cls):
         path, annotation = prefix + item.name, hints[item.name]
         default = _default(item) if instance is MISSING else getattr(instance, item.name)
         if dataclasses.is_dataclass(annotation):
             yield from _dataclass_fields(annotation, path + ".", default)
-        elif not _is_open_group(annotation):
+        else:
             yield Field(path, annotation, default, docs.get(item.name, ""))
 
 
@@ -128,15 +129,16 @@ def parse_value(text: str, field: Field) -> Any:
     """
     try:
         return annotations.parse(text, field.type)
-    except annotations.Mismatch as mismatch:
-        raise ConfigError(_wrong(field, text, str(mismatch))) from None
+    except annotations.MISMATCH:
+        raise ConfigError(_wrong(field, text)) from None
 
 
-def _wrong(field: Field, value: object, required: str) -> str:
+def _wrong(field: Field, value: object, more: str = "") -> str:
     choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
     hint = suggest(value, choices) if isinstance(value, str) else ""
     plain = isinstance(field.type, type)  # "int" says enough
     meaning = "" if plain or hint or not field.doc else f" Meaning: {field.doc}."
+    required = annotations.describe(field.type) + more
     return f"{field.path}: got {value!r}, required {required}.{hint}{meaning}"
 
 
@@ -152,12 +154,13 @@ def faults(config: Any, prefix: str = "") -> list[str]:
 
 def range_faults(values: Mapping[str, Any], schema: Schema) -> Iterator[str]:
     """Yields one line per value, by dotted path, that has not its field's type or range."""
-    for path, field in schema.items():
-        if path in values and not annotations.in_range(value := values[path], field.type):
-            required = annotations.describe(field.type)
-            if isinstance(value, float) and not math.isfinite(value):
-                required += ", finite"
-            yield _wrong(field, value, required)
+    for field in [field for path, field in schema.items() if path in values]:
+        value = values[field.path]
+        try:
+            annotations.convert(value, field.type, check_range=True)
+        except annotations.MISMATCH:
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            yield _wrong(field, value, ", finite" * infinite)
 
 
 def _rule_faults(config: Any) -> Iterator[str]:
@@ -207,8 +210,8 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
             continue
         try:
             values[path] = annotations.convert(value, field.type)
-        except annotations.Mismatch as mismatch:
-            faults.append(_wrong(field, value, str(mismatch)))
+        except annotations.MISMATCH:
+            faults.append(_wrong(field, value))
     if faults:
         raise ConfigError(faults)
     return values
@@ -223,28 +226,26 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
       ConfigError: with all faults at once.
     """
     settings = flatten(config)
-    groups = tuple(group + "." for group in _open_groups(cls))
+    fields = _dataclass_fields(cls, "", MISSING)
+    groups = tuple(field.path + "." for field in fields if _is_open_group(field.type))
     closed = {path: value for path, value in settings.items() if not path.startswith(groups)}
     values = resolve(closed, schema_of(cls))
     faults: list[str] = []
-    instance = _build(cls, settings | values, "", faults)
+    instance = _build(cls, unflatten(settings | values), "", faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(_T, instance)
 
 
-def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> object:
-    hints, arguments, before = _hints(cls), {}, len(faults)
+def _build(cls: Any, values: Mapping[str, Any], prefix: str, faults: list[str]) -> object:
+    arguments, before = {}, len(faults)
     for item in dataclasses.fields(cls):
-        path, annotation = prefix + item.name, hints[item.name]
-        if dataclasses.is_dataclass(annotation):
-            group = typing.cast(type, annotation)
-            arguments[item.name] = _build(group, values, path + ".", faults)
-        elif _is_open_group(annotation):
-            inside = {p[len(path) + 1 :]: v for p, v in values.items() if p.startswith(path + ".")}
-            arguments[item.name] = unflatten(inside) if inside else _default(item)
-        else:
-            arguments[item.name] = values[path]
+        group = _hints(cls)[item.name]
+        if dataclasses.is_dataclass(group):
+            inside = values.get(item.name, {})
+            arguments[item.name] = _build(group, inside, f"{prefix}{item.name}.", faults)
+        else:  # without a value: an open group
+            arguments[item.name] = values[item.name] if item.name in values else _default(item)
     if len(faults) > before:
         return None
     try:
@@ -254,15 +255,6 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str])
     except ValueError as error:
         faults.append(f"{prefix.rstrip('.')}: {error}" if prefix else str(error))
     return None
-
-
-def _open_groups(cls: type, prefix: str = "") -> Iterator[str]:
-    for item in dataclasses.fields(cls):
-        annotation = _hints(cls)[item.name]
-        if dataclasses.is_dataclass(annotation):
-            yield from _open_groups(typing.cast(type, annotation), f"{prefix}{item.name}.")
-        elif _is_open_group(annotation):
-            yield prefix + item.name
 
 
 # --- Comparing -----------------------------------------------------------------------------------

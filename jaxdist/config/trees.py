@@ -1,10 +1,8 @@
 """Names for the leaves of a pytree ("blocks/mlp/w"), and sizes summed over it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import tree_util
 
 SEPARATOR = "/"
@@ -16,15 +14,7 @@ def key_name(key: object) -> str:
     Raises:
       ValueError: the text is empty or holds the separator, so that names would be ambiguous.
     """
-    match key:
-        case tree_util.DictKey(key=inner) | tree_util.FlattenedIndexKey(key=inner):
-            name = str(inner)
-        case tree_util.GetAttrKey(name=inner):
-            name = inner
-        case tree_util.SequenceKey(idx=inner):
-            name = str(inner)
-        case _:
-            name = str(key)
+    name = tree_util.keystr((key,), simple=True)
     if not name or SEPARATOR in name:
         raise ValueError(
             f"the tree key {name!r} cannot be part of a name: "
@@ -59,28 +49,17 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: one name is the beginning of another ("a" beside "a/b").
     """
     nested: dict[str, Any] = {}
-    inner: set[int] = {id(nested)}  # the dicts made here; a leaf may itself be a dict
     for name, leaf in names.items():
         *parents, last = name.split(SEPARATOR)
         node = nested
-        for part in parents:
-            if part not in node:
-                node[part] = {}
-                inner.add(id(node[part]))
-            node = node[part]
-            if id(node) not in inner:
+        for depth, parent in enumerate(parents, 1):
+            if SEPARATOR.join(parents[:depth]) in names:
                 raise ValueError(f"the name {name!r} lies below another leaf's name")
-        if last in node:
-            raise ValueError(f"the name {name!r} is also the beginning of another leaf's name")
+            node = node.setdefault(parent, {})
         node[last] = leaf
     return nested
 
 
 def tree_bytes(tree: Any) -> int:
     """Returns the bytes of all leaves, each counted once (global shapes, not per device)."""
-    leaves = tree_util.tree_leaves(tree)
-    return sum(math.prod(np.shape(leaf)) * _dtype(leaf).itemsize for leaf in leaves)
-
-
-def _dtype(leaf: Any) -> np.dtype:
-    return np.dtype(leaf.dtype) if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in tree_util.tree_leaves(tree))
