@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             device_environment(os.environ, slot, options.processes, options.devices_per_process)
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
-            if code := Supervisor(preflight, agents, os.environ, say=_say).run():
+            if code := Supervisor(preflight, agents, say=_say).run():
                 return code
-        return Supervisor(options, agents, os.environ, say=_say).run()
+        return Supervisor(options, agents, say=_say).run()
     except (ConfigError, OSError) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)

@@ -38,8 +38,6 @@ _MARKER = ".unfinished"
 # Only what Orbax leaves for steps of ours: a user's own files stay.
 _LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 
-_REMOVE_TRIES, _REMOVE_PAUSE_S = 10, 0.1
-
 
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written; `steps` holds {step: reason} where several failed."""
@@ -117,10 +115,8 @@ def has_steps(folder: Path) -> bool:
 
     Also if all that is left is in quarantine: a run must not begin anew where one has been.
     """
-    if all_steps(folder):
-        return True
     aside = quarantine_folder(folder)
-    return aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
+    return bool(all_steps(folder)) or (aside.is_dir() and any(path.is_dir() for path in aside.iterdir()))
 
 
 def _numbered(folder: Path) -> list[int]:
@@ -170,20 +166,17 @@ def read_step(folder: Path, step: int) -> StepInfo:
     path = present_path(folder, step)
     if not _is_whole(path):
         raise CheckpointError(f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}")
+    file = path / _METADATA_FILE
     try:
-        document = json.loads((path / _METADATA_FILE).read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
         version = document["format"], document["step"]
-        arrays = {
-            name: ArrayInfo(tuple(entry["shape"]), entry["dtype"])
-            for name, entry in document["arrays"].items()
-        }
+        stored = document["arrays"].items()
+        arrays = {name: ArrayInfo(tuple(entry["shape"]), entry["dtype"]) for name, entry in stored}
         metadata = dict(document["run"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / _METADATA_FILE} is not readable: {error!r}") from error
+        raise CheckpointError(f"{file} is not readable: {error!r}") from error
     if version != (FORMAT, step):
-        raise CheckpointError(
-            f"{path / _METADATA_FILE} says format, step = {version}; required: {(FORMAT, step)}"
-        )
+        raise CheckpointError(f"{file} says format, step = {version}; required: {(FORMAT, step)}")
     return StepInfo(arrays, metadata)
 
 
@@ -216,35 +209,31 @@ def remove_step(folder: Path, step: int) -> None:
     end_save(folder, step)
 
 
-def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what dead saves and deletions left, and return the names; other files stay.
+def remove_leftovers(folder: Path) -> None:
+    """Delete what dead saves and deletions left; other files stay.
 
     Call it only while no save into `folder` runs, in any process.
     """
-    if not folder.is_dir():
-        return []
-    entries = sorted(folder.iterdir())
-    leftovers = [path for path in entries if _LEFTOVER.fullmatch(path.name)]
-    markers = [path for path in entries if path.suffix == _MARKER and path.stem.isdecimal()]
-    steps = [folder / marker.stem for marker in markers]
-    leftovers += [step for step in steps if step.exists() and not (step / MANIFEST).exists()]
-    for path in leftovers:
-        _remove_busy(path)
-    for marker, step in zip(markers, steps, strict=True):
-        if not step.exists() or (step / MANIFEST).exists():
-            marker.unlink()
-    return [path.name for path in leftovers]
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            _remove_busy(path)
+        elif path.suffix == _MARKER and path.stem.isdecimal():
+            step = folder / path.stem
+            if not (step / MANIFEST).exists():
+                _remove_busy(step)
+            if not step.exists() or (step / MANIFEST).exists():
+                path.unlink()
 
 
 def _remove_busy(path: Path) -> None:
     # When one file of a save fails, writers of the others go on for a moment and add files. What
     # they still manage to leave is deleted before the next save.
-    for _ in range(_REMOVE_TRIES):
+    for _ in range(10):
         with contextlib.suppress(OSError):
             _remove_tree(path)
         if not path.exists():
             return
-        time.sleep(_REMOVE_PAUSE_S)
+        time.sleep(0.1)
 
 
 def _remove_tree(path: Path) -> None:
@@ -254,8 +243,8 @@ def _remove_tree(path: Path) -> None:
         path.rmtree()
 
 
-def quarantine(folder: Path, step: int, reason: str) -> Path:
-    """Move what is at `step`'s place to the quarantine folder, with the reason; returns where to.
+def quarantine(folder: Path, step: int, reason: str) -> None:
+    """Move what is at `step`'s place to the quarantine folder, with the reason.
 
     Raises:
       OSError: it cannot be moved.
@@ -273,4 +262,3 @@ def quarantine(folder: Path, step: int, reason: str) -> Path:
     atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
     if not isinstance(source, Path):
         source.rename(target)  # last: in an object store the note is what makes the folder be
-    return target

@@ -18,12 +18,13 @@ _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # murmur3's finalizer
 
 
-def start(arrays: Mapping[str, Any]) -> jax.Array:
-    """Returns uint32 [len(arrays)], one sum an array, by name; does not wait for the device.
+@jax.jit
+def start(arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns uint32 [len(arrays)], one sum an array, in the order of names; does not wait for the device.
 
-    All arrays lie on one mesh, and with several processes each makes the same call.
+    All arrays lie on one mesh, and with several processes each makes the same call. May be compiled before.
     """
-    return _sums({name: arrays[name] for name in sorted(arrays)})
+    return jnp.stack([array_sum(array) for _, array in sorted(arrays.items())])
 
 
 def finish(names: Iterable[str], sums: jax.Array) -> dict[str, str]:
@@ -34,16 +35,6 @@ def finish(names: Iterable[str], sums: jax.Array) -> dict[str, str]:
 def of(arrays: Mapping[str, Any]) -> dict[str, str]:
     """Returns {name: 8 hex digits}."""
     return finish(arrays, start(arrays))
-
-
-def prepare(abstract: Mapping[str, Any]) -> None:
-    """Compiles `start` for such arrays, so that the first save does not wait for that."""
-    _sums.lower({name: abstract[name] for name in sorted(abstract)}).compile()
-
-
-@jax.jit
-def _sums(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    return jnp.stack([array_sum(array) for array in arrays.values()])
 
 
 def array_sum(array: jax.Array) -> jax.Array:

@@ -27,7 +27,6 @@ from jaxdist.distributed import coordination
 # With several processes, process 0's clock decides for all; asking it is a wait for that process, so
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
-_MAX_CANDIDATES = 64  # newest steps that `restore` tries
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
 
@@ -91,7 +90,7 @@ class CheckpointManager:
                     folders.remove_leftovers(self.folder)
                 self._run = integrity.identity(self.folder, create=mode == "write")
             except OSError as error:
-                raise _wrap(f"{self.folder} cannot be written", error) from error
+                raise CheckpointError(f"{self.folder} cannot be written: {_short(error)}") from error
 
     def owner(self) -> str | None:
         """Returns the identity of the run whose folder this process sees; None if it sees none."""
@@ -103,7 +102,7 @@ class CheckpointManager:
 
     def prepare(self, abstract_state: Any) -> None:
         """Compile what saves and restores compute, so that the first does not wait for it."""
-        fingerprint.prepare(state_dict.to_canonical(abstract_state))
+        fingerprint.start.lower(state_dict.to_canonical(abstract_state)).compile()
 
     def should_save(self, step: int, now: float, *, last: bool = False, stopped: bool = False) -> bool:
         """Returns whether a save is due after `step`; remembers `now` as the time of the save.
@@ -213,13 +212,13 @@ class CheckpointManager:
                 integrity.seal(self.folder, step, self._run, fingerprints)
                 folders.end_save(self.folder, step)
         except Exception as error:
-            ok, problem = False, _wrap(f"step {step} was not saved", error)
+            ok, problem = False, CheckpointError(f"step {step} was not saved: {_short(error)}")
             self._last_step = None  # so that a save at the end is tried again
         try:
             if jax.process_index() == 0:
                 self._tidy(step, committed=ok)
         except OSError as error:
-            problem = problem or _wrap("old checkpoints were not deleted", error)
+            problem = problem or CheckpointError(f"old checkpoints were not deleted: {_short(error)}")
         report(problem, ok=ok)
 
     def _tidy(self, step: int, *, committed: bool) -> None:
@@ -265,8 +264,8 @@ class CheckpointManager:
         self.wait()
         if step is not None:
             candidates = [step]
-        else:  # newest first, torn ones too; process 0 decides for all
-            candidates = coordination.broadcast(folders.all_steps(self.folder)[: -_MAX_CANDIDATES - 1 : -1])
+        else:  # the newest 64, torn ones too, newest first; process 0 decides for all
+            candidates = coordination.broadcast(folders.all_steps(self.folder)[:-65:-1])
         if not candidates:
             aside = folders.quarantine_folder(self.folder)
             hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
@@ -355,12 +354,6 @@ def _require_shardings(abstract: Mapping[str, Any]) -> None:
     bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
     if bare:
         raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
-
-
-def _wrap(message: str, cause: Exception) -> CheckpointError:
-    error = CheckpointError(f"{message}: {_short(cause)}")
-    error.__cause__ = cause
-    return error
 
 
 def _short(error: Exception) -> str:

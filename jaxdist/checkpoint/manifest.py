@@ -9,6 +9,7 @@ a core is hidden behind training. Files are hashed by process 0 after the commit
 what the processes wrote there; on restore the processes share the work. Without jax or a device.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -25,7 +26,6 @@ from jaxdist.storage.digest import digest, digest_file
 
 MANIFEST_FORMAT = 1
 IDENTITY = "identity"
-_HASH_THREADS = min(8, os.cpu_count() or 1)
 _SHOWN = 3  # faults of a step that are spelt out
 
 
@@ -78,9 +78,7 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: (size, digest) for name, (size, digest) in document["files"].items()}
         manifest = Manifest(document["step"], document["run"], files, document["fingerprints"])
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{MANIFEST} is missing: half-written, planted or of an older version"
-        ) from None
+        raise CheckpointError(f"{MANIFEST} is missing: half-written, planted or an older version's") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not readable: {error!r}") from error
     if text != _text(manifest):  # also tells a changed seal or format
@@ -114,9 +112,8 @@ def check(
         if name in sizes and sizes[name] != size:
             faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
     if not faults and contents:
-        names = sorted(manifest.files)[part[0] :: part[1]]
-        hashes = _hashed(path, [(name, sizes[name]) for name in names])
-        faults = [f"{n} has changed since it was sealed" for n in names if hashes[n] != manifest.files[n]]
+        hashed = _hashed(path, sorted(sizes.items())[part[0] :: part[1]])
+        faults = [f"{n} has changed since it was sealed" for n in hashed if hashed[n] != manifest.files[n]]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError("; ".join(faults[:_SHOWN]) + more)
@@ -136,7 +133,7 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _hashed(path: Path, files: Sequence[tuple[str, int]]) -> dict[str, tuple[int, str]]:
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda file: digest_file(path / file[0]), files)
         return {name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)}
 
@@ -150,12 +147,10 @@ def identity(folder: Path, *, create: bool) -> str | None:
     Where the file is absent or damaged it is that of the newest step with a sound manifest (a step
     copied to a new folder begins a run there), and with `create` written, made up if need be.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError):
         name, _, check_sum = (folder / IDENTITY).read_text().strip().partition(" ")
         if check_sum == digest(name)[:8]:
             return name
-    except (OSError, ValueError):
-        pass
     name = _newest_run(folder) or (secrets.token_hex(8) if create else "")
     if create:
         atomic.write_text(folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True)
@@ -164,8 +159,6 @@ def identity(folder: Path, *, create: bool) -> str | None:
 
 def _newest_run(folder: Path) -> str:
     for step in reversed(folders.list_steps(folder)):
-        try:
+        with contextlib.suppress(CheckpointError, OSError):
             return check(folder, step, contents=False).run
-        except (CheckpointError, OSError):
-            continue
     return ""

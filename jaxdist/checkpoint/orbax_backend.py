@@ -22,15 +22,10 @@ from jaxdist.distributed import coordination
 # Below this many bytes the replicas of an array are not split over the processes that write it:
 # each split compiles a slice for each device, at the first save, while training waits.
 _SPLIT_BYTES = 1 << 20
-_MAX_ERRORS = 32  # that one save can leave behind
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    # Orbax logs the error of its thread with a traceback, and raises it for us to report.
-    return not (record.exc_info and "orbax" in record.pathname)
-
-
-logging.getLogger("absl").addFilter(_is_news)
+# Orbax logs the error of its thread with a traceback, and raises it for us to report.
+logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
 
 
 def _type_handlers() -> Any:
@@ -38,9 +33,8 @@ def _type_handlers() -> Any:
     arrays = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_SPLIT_BYTES
     )
-    return ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    )
+    host_arrays = ocp.type_handlers.NumpyHandler()
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, host_arrays))
 
 
 class OrbaxBackend:
@@ -75,13 +69,14 @@ class OrbaxBackend:
           Exception: whatever Orbax or the disk raised; `path` does not exist then.
         """
         leaves = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in arrays.items()}
-        items = {
-            STATE_ITEM: ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
-            METADATA_ITEM: ocp.args.JsonSave(dict(document)),
-        }
+        state, metadata = (
+            ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
+            ocp.args.JsonSave(dict(document)),
+        )
         if self._barrier:
             self._barrier.begin()
         with self._drained_on_error():
+            items = {STATE_ITEM: state, METADATA_ITEM: metadata}
             self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def finish(self) -> None:
@@ -97,12 +92,10 @@ class OrbaxBackend:
         except Exception as error:
             if self._barrier:
                 self._barrier.fail(error)
-            for _ in range(_MAX_ERRORS):
-                try:
+            for _ in range(32):  # errors that one save can leave behind, at most; the first is what counts
+                with contextlib.suppress(Exception):
                     self._checkpointer.wait_until_finished()
                     break
-                except Exception:  # one of those that are left; the first is what counts
-                    continue
             raise
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -51,9 +51,8 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
         return None
     try:
         host, _, port = environ["JAXDIST_AGENTS_AT"].rpartition(":")
-        return ClusterInfo(
-            "its environment", int(environ["JAXDIST_AGENTS"]), int(environ["JAXDIST_AGENT"]), host, int(port)
-        )
+        number, index = int(environ["JAXDIST_AGENTS"]), int(environ["JAXDIST_AGENT"])
+        return ClusterInfo("its environment", number, index, host, int(port))
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"JAXDIST_AGENTS is set, but {error}: set JAXDIST_AGENT=NUMBER, JAXDIST_AGENTS_AT=HOST:PORT too"
@@ -96,9 +95,7 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "JOB_COMPLETION_INDEX" not in environ or None in names[:2]:
         return None
     if "JAXDIST_NUM_PODS" not in environ:
-        raise ConfigError(
-            "JAXDIST_NUM_PODS is not set: write the job's parallelism into the pod's environment"
-        )
+        raise ConfigError("JAXDIST_NUM_PODS is not set: write the job's parallelism into the environment")
     host = f"{names[0]}-{names[1]}-0-0.{names[0]}"  # job 0, pod 0, of the JobSet's headless service
     number, index = int(environ["JAXDIST_NUM_PODS"]), int(environ["JOB_COMPLETION_INDEX"])
     return ClusterInfo("Kubernetes", number, index, host, _port(*names))

@@ -31,9 +31,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     The user's own flags and cache settings win. Returns lines that say which flags were
     set and which launcher was found; None if neither.
     """
-    platform = flags.detect_platform(environ)
     add_threads(environ)
-    changed = flags.flag_environment(platform, environ)
+    changed = flags.flag_environment(flags.detect_platform(environ), environ)
     environ.update(changed)
     skip_absent_tpu(environ)
     if folder := compile_cache_folder(environ):
@@ -106,8 +105,7 @@ def _listen_on_loopback() -> None:
 
     jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no address.
     """
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
-    if make is not None:
+    if make := getattr(_jax, "make_gloo_tcp_collectives", None):
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
 
 

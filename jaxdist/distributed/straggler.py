@@ -11,9 +11,6 @@ from jaxdist.distributed import coordination
 _ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0  # of metrics that a pace is measured over; that make an event
 
 
-_SHARE = 0.2  # of a step that a process is behind the median, to be called a straggler
-
-
 class Pace:
     """Says at each row of metrics which process has held up the others, from their own clocks.
 
@@ -53,7 +50,8 @@ class Pace:
             return {}
         fields = slowest(busy_s_of)
         process, excess_s = fields["slowest_process"], fields["slowest_busy_s"] - fields["median_busy_s"]
-        lags = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S and excess_s > _SHARE * time_s / number
+        is_known = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S
+        lags = is_known and excess_s > 0.2 * time_s / number
         if lags and process != self._last:
             self._event("straggler", step, process=process, **fields)
         self._last = process if lags else -1

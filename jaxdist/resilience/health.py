@@ -7,6 +7,7 @@ out update n takes batch n - 1.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,6 @@ SKIPPED_FILE = "skipped.json"  # of a workdir: windows of batches left out, [fir
 
 _EVERY_ROW = slice(None)
 _RECENT, _ENOUGH, _REFRESH = 100, 20, 10  # losses that say what is usual; of them needed; steps between looks
-_LEAST_SIGMA = 0.01  # of the median: smooth losses make no spikes of nothing
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Monitor:
             if self._config.spike == "rollback":
                 raise Diverged("spike", text, first=number, last=number, policy="rollback")
         if sigmas and len(losses) >= _ENOUGH and number % _REFRESH == 0:
-            middle = len(losses) // 2
-            self._median = sorted(losses)[middle]
-            sigma = 1.4826 * sorted(abs(loss - self._median) for loss in losses)[middle]
-            self._high = self._median + sigmas * max(sigma, _LEAST_SIGMA * abs(self._median))
+            self._median = statistics.median_high(losses)
+            sigma = 1.4826 * statistics.median_high(abs(loss - self._median) for loss in losses)
+            # At least a hundredth of the median: smooth losses make no spikes of nothing.
+            self._high = self._median + sigmas * max(sigma, 0.01 * abs(self._median))
 
     def compare(self, number: int, state: Any) -> None:
         """Starts to compare the replicas of a state, if that is due; `look` hears of the result."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,6 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.resilience import stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
-_FEW = 64  # processes that look so often; more look less often: at most 256 requests a second in all
-_READY_S = 3_600  # for all to be ready for the first step; a lost process ends the wait sooner
-_BLOCKED_S = 0.2  # after which a main thread that did not see a signal is busy outside Python
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo", "nccl", "coordination service", "coordinationservice", "closed by peer", "reset by peer",
 )  # fmt: skip
@@ -62,7 +59,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         PROCESS.must_leave = self._grouped
         # Compilers differ by minutes in their time, a collective waits half of one.
-        coordination.barrier(_READY_S)
+        coordination.barrier(timeout_s=3_600)
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._ask)
@@ -111,7 +108,8 @@ class StopSignals:
     def _watch(self) -> None:
         """Tells the others of a signal to this process; agrees on a step once any process had one."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no coordinator: the run is over
-            look_s = _LOOK_S * max(1, jax.process_count() / _FEW)  # the coordinator answers them all
+            # The coordinator answers them all: at most 256 requests a second.
+            look_s = _LOOK_S * max(1, jax.process_count() / 64)
             while not self._left.wait(look_s):
                 if self._heard:
                     self._requests.put(True)
@@ -192,11 +190,11 @@ def join() -> str | None:
     return lines
 
 
-def refuse_unjoined(environ: Mapping[str, str] = os.environ) -> None:
+def refuse_unjoined() -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
-    if not jax.distributed.is_initialized() and initialize.detect_launcher(environ) == initialize.LAUNCH:
+    if not jax.distributed.is_initialized() and initialize.detect_launcher(os.environ) == initialize.LAUNCH:
         raise ConfigError(
-            f"one of {environ.get('JAXDIST_NUM_PROCESSES')} processes of {initialize.LAUNCH}, but not joined "
+            f"one of {os.environ['JAXDIST_NUM_PROCESSES']} processes of {initialize.LAUNCH}, but not joined "
             "to the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
         )
 
@@ -251,6 +249,6 @@ def _before_the_run(*_: object) -> None:
 def _answer_signals(reader: int) -> None:
     """Ends the process for a signal that the main thread, outside Python, cannot answer in time."""
     while data := os.read(reader, 1):
-        time.sleep(_BLOCKED_S)
+        time.sleep(0.2)  # a main thread that has not seen the signal by then is busy outside Python
         if signal.getsignal(data[0]) is _before_the_run:
             _before_the_run(data[0], None)

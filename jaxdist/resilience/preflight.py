@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.distributed import coordination, initialize
 from jaxdist.hardware import chips
 
-_SLOW = 0.8  # of the median: no healthy chip is so much slower than its neighbours
 _TRIES, _CHAIN = 5, 16  # measurements, of which the best counts; matmuls in each
+
+Rate = float | None
 
 
 def main() -> int:
@@ -67,11 +68,7 @@ def _best_s(run: Callable[[], jax.Array]) -> float:
 
 
 def lines(
-    rates: Mapping[int, Mapping[str, float]],
-    what: str,
-    peak: float | None,
-    bandwidth: float | None,
-    links: float | None,
+    rates: Mapping[int, Mapping[str, float]], what: str, peak: Rate, bandwidth: Rate, links: Rate
 ) -> list[str]:
     """Returns the table, and a line for each device that is slow.
 
@@ -88,7 +85,7 @@ def lines(
             share = f", {rate / peak:.0%} of the table's {peak / 1e12:.3g}" if peak else ""
             text = f"process {process} device {device}: {rate / 1e12:.3g} TFLOP/s{share}"
             out.append(f"  {text}")
-            if rate < _SLOW * usual:
+            if rate < 0.8 * usual:  # no healthy chip is so much slower than its neighbours
                 slow.append(f"slow: {text}, {rate / usual:.0%} of the median")
     if bandwidth is not None:
         table = f", {bandwidth / links:.0%} of all its links by the table" if links else ""

@@ -31,10 +31,9 @@ class Comparison(NamedTuple):
         differing: dict[Any, list[str]] = {}
         for number, (name, sharding) in enumerate(self.shardings.items()):
             free = _free_axes(sharding)
-            values = np.moveaxis(sums[..., number], free, range(len(free)))
-            devices = np.moveaxis(mesh.devices, free, range(len(free)))
-            copies = math.prod(values.shape[: len(free)])
-            columns = values.reshape(copies, -1).T, devices.reshape(copies, -1).T
+            copies = math.prod(mesh.devices.shape[dim] for dim in free)
+            tables = sums[..., number], mesh.devices
+            columns = (np.moveaxis(table, free, range(len(free))).reshape(copies, -1).T for table in tables)
             for column, holders in zip(*columns, strict=True):
                 kinds, counts = np.unique(column, return_counts=True)
                 most = kinds[counts == counts.max()]

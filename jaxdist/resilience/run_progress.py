@@ -10,8 +10,6 @@ from typing import Any
 
 from jaxdist.telemetry.metrics import METRICS_FILE, MetricsWriter
 
-_TAIL_BYTES = 1 << 16
-
 
 def default_workdir(config: str) -> str:
     """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument."""
@@ -40,21 +38,17 @@ class ProgressReader:
 
     def newest(self) -> int:
         """Returns the newest step ever seen, logged or saved; steps done again do not count."""
-        if self.folder is not None:
-            self._newest = max(self._newest, self._logged(self.folder), self._saved(self.folder))
-        return self._newest
-
-    def _logged(self, folder: Path) -> int:
-        with contextlib.suppress(OSError), open(folder / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return max((int(n) for n in re.findall(rb'^{"step": (\d+)', file.read(), re.M)), default=0)
-        return 0
-
-    def _saved(self, folder: Path) -> int:
+        if self.folder is None:
+            return 0
+        steps = [self._newest]
+        with contextlib.suppress(OSError), open(self.folder / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
+            steps += map(int, re.findall(rb'^{"step": (\d+)', file.read(), re.M))
         with contextlib.suppress(OSError):
-            names = (path.name for path in (folder / "checkpoints").iterdir())
-            return max((int(name) for name in names if name.isdecimal()), default=0)
-        return 0
+            names = [path.name for path in (self.folder / "checkpoints").iterdir()]
+            steps += [int(name) for name in names if name.isdecimal()]
+        self._newest = max(steps)
+        return self._newest
 
     def event(self, name: str, step: int, **fields: object) -> None:
         """Appends an event, if there is a workdir to append to."""

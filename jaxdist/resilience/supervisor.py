@@ -7,6 +7,7 @@ several agents the scheduler restarts: an agent then only ends its own processes
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -28,7 +29,6 @@ _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
 _BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
 _WAIT_S = 600.0  # for enough capacity
-_LONG_S = 600.0  # processes that ran so long made progress, where no workdir can tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +48,8 @@ class SupervisorOptions:
 class Supervisor:
     """One `launch`, until its command has ended for good."""
 
-    def __init__(
-        self,
-        options: SupervisorOptions,
-        agents: ClusterInfo,
-        environ: Mapping[str, str],
-        *,
-        say: Callable[[str], None],
-    ):
-        self.options, self.agents, self.environ, self.say = options, agents, dict(environ), say
+    def __init__(self, options: SupervisorOptions, agents: ClusterInfo, *, say: Callable[[str], None]):
+        self.options, self.agents, self.say = options, agents, say
         self._least = options.min_processes or options.processes
         self.progress = ProgressReader(run_folder(options.command))
         self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
@@ -76,9 +69,9 @@ class Supervisor:
                     early = workers.codes()
                 finally:
                     workers.kill()
-                moved = self.progress.newest() > before or (
-                    self.progress.folder is None and time.monotonic() - began > _LONG_S
-                )
+                # Processes that ran for ten minutes made progress, where no workdir can tell.
+                ran_long = self.progress.folder is None and time.monotonic() - began > 600
+                moved = self.progress.newest() > before or ran_long
                 code = self._verdict(early, size, moved)
                 if code is None:
                     code = self._after_loss(workers, early, moved)
@@ -90,39 +83,33 @@ class Supervisor:
 
     def _start(self, size: int) -> WorkerGroup:
         """Starts the processes of the first `size` slots, with a port that no start had before."""
-        total, first = size * self.agents.number, size * self.agents.index
-        port = self.agents.port or free_port()
-        shared = {**self.environ, "PYTHONUNBUFFERED": "1"}
+        options, total, first = self.options, size * self.agents.number, size * self.agents.index
+        shared = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if total > 1:
-            shared["JAXDIST_COORDINATOR"] = f"{self.agents.host}:{port}"
+            shared["JAXDIST_COORDINATOR"] = f"{self.agents.host}:{self.agents.port or free_port()}"
             shared["JAXDIST_NUM_PROCESSES"] = str(total)
-        if self.options.min_processes is not None:
-            full = self.options.processes if self.agents.number == 1 else 0
-            shared[elastic.FULL_PROCESSES] = str(full)
+        if options.min_processes is not None:
+            shared[elastic.FULL_PROCESSES] = str(options.processes if self.agents.number == 1 else 0)
         environments = []
         for rank, slot in enumerate(self.slots[:size], first):
             number = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
-            devices = device_environment(
-                self.environ, slot, self.options.processes, self.options.devices_per_process
-            )
+            devices = device_environment(os.environ, slot, options.processes, options.devices_per_process)
             environments.append(shared | number | devices)
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
-        return WorkerGroup(self.options.command, environments, first=first, wakeup=self._wakeup)
+        return WorkerGroup(options.command, environments, first=first, wakeup=self._wakeup)
 
     def _attend(self, workers: WorkerGroup) -> None:
         """Returns when the processes have ended, have lost a process, or have had their time to stop."""
-        deadline = None
-        while True:
+        deadline, fine = math.inf, {0, EXIT_PREEMPTED}
+        while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
-            if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline is None:
+            if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline == math.inf:
                 deadline = time.monotonic() + self.options.grace_s
+                fine.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
-            fine = (0, EXIT_PREEMPTED) if deadline is None else (0, EXIT_PREEMPTED, _UNSTARTED)
-            if len(codes) == len(workers.processes) or any(code not in fine for code in codes.values()):
+            if len(codes) == len(workers.processes) or not fine.issuperset(codes.values()):
                 return
-            if self._interrupts > 1 or (deadline is not None and time.monotonic() > deadline):
-                return
-            workers.listen(0.5 if deadline is None else 0.05)
+            workers.listen(0.5 if deadline == math.inf else 0.05)
 
     def _verdict(self, early: Mapping[int, int], size: int, moved: bool) -> int | None:
         """Returns the exit code of the run, or None if it has lost a process.
@@ -155,17 +142,15 @@ class Supervisor:
         if self.agents.number > 1:
             return EXIT_PEER_LOST
         self._failures = [why] if moved else [*self._failures, why]
-        lost = self.slots[number]
+        failures, lost = len(self._failures), self.slots[number]
         if moved:
             self.slots = list(range(self.options.processes))  # what failed then may be well by now
         self._give_up_slot(lost)
-        if len(self._failures) > self.options.max_restarts:
+        if failures > self.options.max_restarts:
             self.say(self._last_report(workers, number, step))
             return early[number] if early[number] > 0 else EXIT_PEER_LOST
-        delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (len(self._failures) - 1), _MOST_BACKOFF_S)
-        self.say(
-            f"restart {len(self._failures)} of {self.options.max_restarts} without progress, in {delay:g} s"
-        )
+        delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (failures - 1), _MOST_BACKOFF_S)
+        self.say(f"restart {failures} of {self.options.max_restarts} without progress, in {delay:g} s")
         self._sleep(delay)
         return None
 
@@ -249,8 +234,7 @@ class Supervisor:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        numbers = stop_signals(self.environ)
-        before = {number: signal.signal(number, self._ask) for number in numbers}
+        before = {number: signal.signal(number, self._ask) for number in stop_signals(os.environ)}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._wakeup = reader

@@ -36,9 +36,6 @@ from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
 from jaxdist.resilience.watchdog_process import BEAT, BEAT_AT, DUMP_SIGNAL, ENDING_AT, PHASES
 
-_STEPS = 31  # whose times make the median
-_TIDY_S = 5  # for the watcher to end
-
 Item = TypeVar("Item")
 
 
@@ -66,30 +63,46 @@ class Watchdog:
         self._config, self._folder = config, folder
         wanted = preemption.PROCESS.is_ours if enabled is None else enabled
         self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
-        self._times: deque[float] = deque(maxlen=_STEPS)  # seconds between the last steps
+        self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
         self._last_step = 0.0
         self._memory: Any = None
         self._watcher: subprocess.Popen | None = None
 
     def __enter__(self) -> Watchdog:
-        if self._enabled:
-            if os.getpid() == 1:
-                print(
-                    "watchdog: no signal from inside a container ends its process 1, should this one hang; "
-                    "start it by `jaxdist launch`, or with an init process (docker run --init)",
-                    file=sys.stderr,
-                )
-            self._start()
+        if not self._enabled:
+            return self
+        if os.getpid() == 1:
+            print(
+                "watchdog: no signal from inside a container ends its process 1, should this one hang; "
+                "start it by `jaxdist launch`, or with an init process (docker run --init)",
+                file=sys.stderr,
+            )
+        memory, dump = _memory_file(), _memory_file()
+        memory.truncate(mmap.PAGESIZE)
+        self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
+        self.at("start", -1)
+        faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
+        self._files = memory, dump  # open as long as this
+        life, self._life = os.pipe()
+        files = {"life": life, "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe()}
+        arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
+        command = [sys.executable, "-S", "-s", watchdog_process.__file__]
+        self._watcher = subprocess.Popen(
+            [*command, json.dumps(arguments | _membership(os.environ))],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
+            pass_fds=list(files.values()),
+        )
+        os.close(life)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._watcher is not None:
             os.close(self._life)
-            try:
-                self._watcher.wait(_TIDY_S)
-            except subprocess.TimeoutExpired:
-                self._watcher.kill()
-                self._watcher.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watcher.wait(timeout=5)
+            self._watcher.kill()  # where it has not ended by itself
+            self._watcher.wait()
             faulthandler.unregister(DUMP_SIGNAL)
 
     def at(
@@ -145,30 +158,6 @@ class Watchdog:
             median = sorted(self._times)[len(self._times) // 2]
             limit = max(limit, config.slow_steps * median)
         return limit
-
-    def _start(self) -> None:
-        memory, dump = _memory_file(), _memory_file()
-        memory.truncate(mmap.PAGESIZE)
-        self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
-        self.at("start", -1)
-        faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
-        self._files = memory, dump  # open as long as this
-        life, self._life = os.pipe()
-        files = {"life": life, "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe()}
-        arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
-        self._watcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-S",
-                "-s",
-                watchdog_process.__file__,
-                json.dumps(arguments | _membership(os.environ)),
-            ],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
-            pass_fds=list(files.values()),
-        )
-        os.close(life)
 
 
 def _membership(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from jaxdist.config import EXIT_HANG
 from jaxdist.resilience.watchdog_process import HANG_SIGNAL
 
-_LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 # Kills the process groups it is told of, should the agent's end of the pipe close first.
@@ -44,7 +43,7 @@ class WorkerGroup:
           OSError: the command cannot be started; nothing runs.
         """
         self.processes: dict[int, subprocess.Popen] = {}
-        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LAST_LINES))
+        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=15))
         self._partial: dict[int, bytes] = defaultdict(bytes)
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeup, selectors.EVENT_READ, None)

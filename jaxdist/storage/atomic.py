@@ -44,7 +44,11 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
     if durable:
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -58,11 +62,3 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -45,7 +45,7 @@ def supervise(folder: Path, text: str, processes: int = 2, agents: ClusterInfo |
     """Returns (exit code, what the agent said)."""
     said: list[str] = []
     chosen = SupervisorOptions(script(folder, text), processes, **options)
-    supervisor = Supervisor(chosen, agents or ClusterInfo(), os.environ, say=said.append)
+    supervisor = Supervisor(chosen, agents or ClusterInfo(), say=said.append)
     began = time.monotonic()
     code = supervisor.run()
     assert time.monotonic() - began < 60
@@ -207,7 +207,7 @@ def test_too_little_capacity_waits(tmp_path):
         if "waiting" in line:
             capacity.write_text("2")
 
-    assert Supervisor(options, ClusterInfo(), os.environ, say=say).run() == 0
+    assert Supervisor(options, ClusterInfo(), say=say).run() == 0
     assert said[0].startswith("waiting: 1 processes could run") and "2 are needed" in said[0]
 
 
