@@ -48,7 +48,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.asked = False  # whether `reached` has returned True
+        self.stopping = False  # whether `reached` has returned True
         self._heard = self._interrupted = False
         self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
         self._lock, self._left = threading.Lock(), threading.Event()
@@ -72,7 +72,7 @@ class StopSignals:
         if error is not None:
             _leave_if_peer_lost(error)
         for number, handler in self._before.items():
-            if handler is _before_the_run and (self.asked or not PROCESS.is_script):
+            if handler is _before_the_run and (self.stopping or not PROCESS.is_script):
                 # The run is over: its last words are not cut short.
                 handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
             if handler is not None:  # None: C code's, which Python cannot put back
@@ -87,8 +87,8 @@ class StopSignals:
         """Returns whether to stop after this step; each process calls it once a step, all get the same."""
         with self._lock:
             self._steps += 1
-            self.asked = self._steps >= self._stop_at
-        return self.asked
+            self.stopping = self._steps >= self._stop_at
+        return self.stopping
 
     def _ask(self, number: int, frame: Any) -> None:
         PROCESS.must_leave |= number != signal.SIGINT
@@ -193,8 +193,9 @@ def join() -> str | None:
 def refuse_unjoined() -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
     if not jax.distributed.is_initialized() and initialize.detect_launcher(os.environ) == initialize.LAUNCH:
+        number = os.environ.get("JAXDIST_NUM_PROCESSES")
         raise ConfigError(
-            f"one of {os.environ['JAXDIST_NUM_PROCESSES']} processes of {initialize.LAUNCH}, but not joined "
+            f"one of {number} processes of {initialize.LAUNCH}, but not joined "
             "to the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
         )
 

@@ -54,7 +54,7 @@ class Supervisor:
         self.progress = ProgressReader(run_folder(options.command))
         self.slots = list(range(options.processes))  # those not given up, e.g. for a broken GPU
         self._refused: set[int] = set()  # sizes of which the command itself said that they cannot be
-        self.asked = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
+        self.stop_requests = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
         self._failures: list[str] = []  # since the last progress
         self._last_slot: int | None = None  # which was lost last
 
@@ -77,7 +77,7 @@ class Supervisor:
                     code = self._after_loss(workers, early, moved)
                 if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
                     return code
-            return EXIT_PREEMPTED if self.asked else EXIT_PEER_LOST
+            return EXIT_PREEMPTED if self.stop_requests else EXIT_PEER_LOST
 
     # --- one start --------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Supervisor:
         deadline, fine = math.inf, {0, EXIT_PREEMPTED}
         while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
-            if (self.asked or EXIT_PREEMPTED in codes.values()) and deadline == math.inf:
+            if (self.stop_requests or EXIT_PREEMPTED in codes.values()) and deadline == math.inf:
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
@@ -124,9 +124,9 @@ class Supervisor:
             return 0
         orderly = len(early) == size and endings <= {0, EXIT_PREEMPTED, _UNSTARTED}
         # What has made no step has nothing to save.
-        if (EXIT_PREEMPTED in endings or self.asked) and (orderly or not moved):
+        if (EXIT_PREEMPTED in endings or self.stop_requests) and (orderly or not moved):
             return EXIT_PREEMPTED
-        return EXIT_PEER_LOST if self.asked else None
+        return EXIT_PEER_LOST if self.stop_requests else None
 
     # --- after a loss -----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Supervisor:
     def _await_size(self) -> int | None:
         """Returns how many processes to start; None if there are too few, or a signal came first."""
         until, reported = time.monotonic() + _WAIT_S, None
-        while not self.asked:
+        while not self.stop_requests:
             capacity = self._capacity()
             sizes = (n for n in range(capacity, 0, -1) if n not in self._refused and self._is_legal(n))
             size = next(sizes, 0)
@@ -248,12 +248,12 @@ class Supervisor:
             os.close(writer)
 
     def _ask(self, number: int, _: Any) -> None:
-        self.asked += 1
+        self.stop_requests += 1
         self._interrupts += number == signal.SIGINT
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self.asked and time.monotonic() < until:
+        while not self.stop_requests and time.monotonic() < until:
             time.sleep(min(0.1, seconds))
 
 

@@ -230,7 +230,7 @@ class Trainer:
             self.writer.event("stop", self.progress.step, reason="save_failed")
             message = "the last checkpoint could not be written; free the disk and run again"
             raise TrainingStopped(message, "save_failed")
-        if signals.asked and self.progress.step < self.config.train.steps:
+        if signals.stopping and self.progress.step < self.config.train.steps:
             self.writer.event("preempted", self.progress.step)
             self.stopped = f"stopped after step {self.progress.step}, saved; run again to go on"
             return state
@@ -285,7 +285,7 @@ class Trainer:
         Args:
           signals: once no further step follows; then all hooks are called.
         """
-        interrupted, log = bool(signals and signals.asked), self.writer.write
+        interrupted, log = bool(signals and signals.stopping), self.writer.write
         view = StepView(number, state, metrics, self.progress, last, interrupted, log)
         for hook in self.hooks:
             if signals or hook.is_due(number):

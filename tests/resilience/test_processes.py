@@ -93,7 +93,7 @@ def test_a_users_own_handler_is_called_and_put_back():
             assert not stop.reached()
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)  # a second kind of signal asks for the same
-            assert stop.reached() and stop.asked and heard == ["user"]
+            assert stop.reached() and stop.stopping and heard == ["user"]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, own)
