@@ -5,12 +5,14 @@ Letters: B batch, S sequence, D model, F feed-forward, H heads, K kv heads, N he
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import BlockInfo
@@ -79,23 +81,23 @@ def rotary_frequencies(
     *,
     factor: float = 1.0,
     scaling: str = "llama3",
-    low: float = 1.0,
-    high: float = 4.0,
-    original: int = 8192,
+    low_factor: float = 1.0,
+    high_factor: float = 4.0,
+    original_positions: int = 8192,
 ) -> jax.Array:
     """Returns the angular frequencies [N/2] in radians per position (RoFormer, arXiv:2104.09864).
 
     With factor > 1 and scaling "linear" all are divided by it (arXiv:2306.15595). With "llama3" they
-    are stretched as Llama 3.1 does: those of wavelengths beyond original / low are divided by it,
-    those under original / high stay, the ones between are interpolated.
+    are stretched as Llama 3.1 does: those of wavelengths beyond original_positions / low_factor are
+    divided by it, those under original_positions / high_factor stay, the ones between are interpolated.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if factor == 1.0:
         return frequencies
     if scaling == "linear":
         return frequencies / factor
-    turns = original * frequencies / (2 * math.pi)
-    smooth = jnp.clip((turns - low) / (high - low), 0, 1)
+    turns = original_positions * frequencies / (2 * math.pi)
+    smooth = jnp.clip((turns - low_factor) / (high_factor - low_factor), 0, 1)
     return frequencies * (smooth + (1 - smooth) / factor)
 
 
@@ -173,3 +175,43 @@ def shard_and_name(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
 def residual(x: jax.Array) -> jax.Array:
     """Returns [B, S, D] constrained as the residual stream is."""
     return shard(x, "batch", "residual", None)
+
+
+# --- parts of a layer -----------------------------------------------------------------------------
+
+
+def project_heads(part: Any, x_BSD: jax.Array, kv_heads: str = "kv_heads") -> list[jax.Array]:
+    """Returns query, key and value [B, S, heads, N] by a part's kernels and, if it has them, biases.
+
+    Args:
+      kv_heads: logical name of the key's and value's heads.
+    """
+    heads = project(x_BSD, part.query, part.key, part.value)
+    if hasattr(part, "query_bias"):
+        biases = (part.query_bias, part.key_bias, part.value_bias)
+        heads = tuple(biased(y, bias) for y, bias in zip(heads, biases, strict=True))
+    dims = {"query": "heads", "key": kv_heads, "value": kv_heads}
+    return [
+        shard_and_name(y, name, "batch", "sequence", dim, None)
+        for y, (name, dim) in zip(heads, dims.items(), strict=True)
+    ]
+
+
+def merge_heads(part: Any, mixed_BSHN: jax.Array) -> jax.Array:
+    """Returns the heads' outputs put together, [B, S, D]."""
+    (y,) = project(mixed_BSHN, part.out, contract=2)
+    y = biased(y, part.out_bias) if hasattr(part, "out_bias") else y
+    return shard_and_name(y, "attention_projection", "batch", "residual", None)
+
+
+def feed_forward(part: Any, x_BSD: jax.Array, activation: str) -> jax.Array:
+    """Returns [B, S, D] of a part: gated (arXiv:2002.05202), with biases, if it has the parameters."""
+    kernels = (part.gate, part.up) if hasattr(part, "gate") else (part.up,)
+    *gate, up = project(x_BSD, *kernels)
+    up = biased(up, part.up_bias) if hasattr(part, "up_bias") else up
+    up = shard_and_name(up, "mlp_up", "batch", "sequence", "d_ff")
+    gate = [shard_and_name(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
+    activate = ACTIVATIONS[activation]
+    (y,) = project(activate(gate[0]) * up if gate else activate(up), part.down)
+    y = biased(y, part.down_bias) if hasattr(part, "down_bias") else y
+    return shard_and_name(y, "mlp_out", "batch", "residual", None)

@@ -10,24 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.models.layers import (
-    ACTIVATIONS,
-    Norm,
-    biased,
-    dropout,
-    normal,
-    residual,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
-    shard_and_name,
-)
+from jaxdist.models import layers
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.attention_reference import soft_capped
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
-from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import (
@@ -62,16 +50,16 @@ class Attention(nnx.Module):
         c, std = config, config.init_std
         heads, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         self.config = config
-        self.query = normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
-        self.key = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
-        self.value = normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
-        self.out = normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
+        self.query = layers.normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
+        self.key = layers.normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
+        self.value = layers.normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
+        self.out = layers.normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
         if c.bias != "none":
-            self.query_bias = normal(rngs, heads, 0, ("heads", "head_dim"))
-            self.key_bias = normal(rngs, kv, 0, ("kv_heads", "head_dim"))
-            self.value_bias = normal(rngs, kv, 0, ("kv_heads", "head_dim"))
+            self.query_bias = layers.normal(rngs, heads, 0, ("heads", "head_dim"))
+            self.key_bias = layers.normal(rngs, kv, 0, ("kv_heads", "head_dim"))
+            self.value_bias = layers.normal(rngs, kv, 0, ("kv_heads", "head_dim"))
         if c.bias in ("attention", "all"):
-            self.out_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
+            self.out_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
         if c.qk_norm != "none":
             self.query_norm = _head_norm(c, *heads, "heads")
             self.key_norm = _head_norm(c, *kv, "kv_heads")
@@ -79,18 +67,13 @@ class Attention(nnx.Module):
     def heads(self, x_BSD: jax.Array, context: BlockInfo) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [B, S, H, N] and k, v [B, S, K, N], normalised and rotated."""
         c = self.config
-        q, k, v = project(x_BSD, self.query, self.key, self.value)
-        if c.bias != "none":
-            q, k, v = biased(q, self.query_bias), biased(k, self.key_bias), biased(v, self.value_bias)
-        q = shard_and_name(q, "query", "batch", "sequence", "heads", None)
-        k = shard_and_name(k, "key", "batch", "sequence", "kv_heads", None)
-        v = shard_and_name(v, "value", "batch", "sequence", "kv_heads", None)
+        q, k, v = layers.project_heads(self, x_BSD)
         if c.qk_norm != "none":
             q, k = self.query_norm(q), self.key_norm(k)
         if c.positions == "rotary":
             end = "_local" if context.kind == "local" and c.rope_theta_local else ""
             cos, sin = (context.fields[f"rotary_{table}{end}"] for table in ("cos", "sin"))
-            q, k = (rotate(y, cos, sin) for y in (q, k))
+            q, k = (layers.rotate(y, cos, sin) for y in (q, k))
         return q, k, v
 
     def options(self, context: BlockInfo) -> dict[str, Any]:
@@ -99,16 +82,10 @@ class Attention(nnx.Module):
         window = c.window if context.kind == "local" else None
         return {"scale": c.attention_scale or None, "softcap": c.attention_softcap or None, "window": window}
 
-    def merge(self, mixed_BSHN: jax.Array) -> jax.Array:
-        """Returns the heads' outputs put together, [B, S, D]."""
-        (y,) = project(mixed_BSHN, self.out, contract=2)
-        y = biased(y, self.out_bias) if self.config.bias in ("attention", "all") else y
-        return shard_and_name(y, "attention_projection", "batch", "residual", None)
-
     def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> jax.Array:
         segment_ids = context.fields.get("segment_ids")
         mixed = attention(*self.heads(x_BSD, context), segment_ids_BS=segment_ids, **self.options(context))
-        return self.merge(mixed)
+        return layers.merge_heads(self, mixed)
 
 
 class FeedForward(nnx.Module):
@@ -116,32 +93,24 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         c, std = config, config.init_std
-        self.activation, self.gated, self.bias = c.activation, c.gated, c.bias == "all"
+        self.activation = c.activation
         if c.gated:
-            self.gate = normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
-        self.up = normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
-        self.down = normal(rngs, (c.d_ff, c.d_model), _output_std(c), ("d_ff", "d_model"))
-        if self.bias:
-            self.up_bias = normal(rngs, (c.d_ff,), 0, ("d_ff",))
-            self.down_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
+            self.gate = layers.normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
+        self.up = layers.normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
+        self.down = layers.normal(rngs, (c.d_ff, c.d_model), _output_std(c), ("d_ff", "d_model"))
+        if c.bias == "all":
+            self.up_bias = layers.normal(rngs, (c.d_ff,), 0, ("d_ff",))
+            self.down_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        kernels = (self.gate, self.up) if self.gated else (self.up,)
-        *gate, up = project(x_BSD, *kernels)
-        up = biased(up, self.up_bias) if self.bias else up
-        up = shard_and_name(up, "mlp_up", "batch", "sequence", "d_ff")
-        gate = [shard_and_name(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
-        activate = ACTIVATIONS[self.activation]
-        (y,) = project(activate(gate[0]) * up if gate else activate(up), self.down)
-        y = biased(y, self.down_bias) if self.bias else y
-        return shard_and_name(y, "mlp_out", "batch", "residual", None)
+        return layers.feed_forward(self, x_BSD, self.activation)
 
 
 class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norms behind the parts, or both."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        c, norm = config, partial(Norm, config.d_model, kind=config.norm, eps=config.norm_eps)
+        c, norm = config, partial(layers.Norm, config.d_model, kind=config.norm, eps=config.norm_eps)
         self.dropout, self.position, self.layer_pattern = c.dropout, c.norm_position, c.layer_pattern
         if c.norm_position != "post":
             self.attention_norm, self.mlp_norm = norm(), norm()
@@ -156,9 +125,9 @@ class Block(nnx.Module):
 
     def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: BlockInfo) -> jax.Array:
         """Returns the layer's output from what its attention gave."""
-        x_BSD = x_BSD + dropout(self._leaving("attention", mixed_BSD), self.dropout, context, 1)
+        x_BSD = x_BSD + layers.dropout(self._leaving("attention", mixed_BSD), self.dropout, context, 1)
         y = self.mlp(self._entering("mlp", x_BSD))
-        return residual(x_BSD + dropout(self._leaving("mlp", y), self.dropout, context, 2))
+        return layers.residual(x_BSD + layers.dropout(self._leaving("mlp", y), self.dropout, context, 2))
 
     def _entering(self, part: str, x_BSD: jax.Array) -> jax.Array:
         x_BSD = x_BSD if self.position == "post" else getattr(self, f"{part}_norm")(x_BSD)
@@ -176,7 +145,7 @@ class Block(nnx.Module):
         mixed = cached_attention(
             q, keys[context.layer], values[context.layer], positions, **self.attention.options(context)
         )
-        x_BTD = self._rest(x_BTD, self.attention.merge(mixed), context)
+        x_BTD = self._rest(x_BTD, layers.merge_heads(self.attention, mixed), context)
         return x_BTD, cache._replace(keys=keys, values=values)
 
 
@@ -188,14 +157,14 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        self.embedding = normal(rngs, (c.vocab_size, c.d_model), c.init_std, ("vocab", "d_model"))
+        self.embedding = layers.normal(rngs, (c.vocab_size, c.d_model), c.init_std, ("vocab", "d_model"))
         if c.positions == "learned":
             dims = (c.max_positions, c.d_model)
-            self.position_embedding = normal(rngs, dims, c.init_std, ("positions", "d_model"))
+            self.position_embedding = layers.normal(rngs, dims, c.init_std, ("positions", "d_model"))
         self.blocks = stack(lambda rngs: Block(c, rngs), c.num_layers, rngs)
-        self.final_norm = Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+        self.final_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
         if not c.tie_embeddings:
-            self.output = normal(rngs, (c.d_model, c.vocab_size), c.init_std, ("d_model", "vocab"))
+            self.output = layers.normal(rngs, (c.d_model, c.vocab_size), c.init_std, ("d_model", "vocab"))
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
         """Returns the next-token loss; key None means no dropout."""
@@ -208,18 +177,12 @@ class Transformer(nnx.Module):
             return {}
 
         def tables(theta: float, end: str = "", **stretch) -> dict[str, jax.Array]:
-            frequencies = rotary_frequencies(c.rotary_dims, theta, **stretch)
-            cos, sin = rotary_tables(batch["positions"], frequencies)
+            frequencies = layers.rotary_frequencies(c.rotary_dims, theta, **stretch)
+            cos, sin = layers.rotary_tables(batch["positions"], frequencies)
             return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
 
-        fields = tables(
-            c.rope_theta,
-            factor=c.rope_factor,
-            scaling=c.rope_scaling,
-            low=c.rope_low_factor,
-            high=c.rope_high_factor,
-            original=c.rope_original_positions,
-        )
+        names = ("factor", "scaling", "low_factor", "high_factor", "original_positions")
+        fields = tables(c.rope_theta, **{name: getattr(c, f"rope_{name}") for name in names})
         return fields | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
 
     def embed(self, batch: Batch) -> jax.Array:
@@ -229,7 +192,7 @@ class Transformer(nnx.Module):
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":
             x = x + embed(self.position_embedding, batch["positions"])
-        return residual(x)
+        return layers.residual(x)
 
     def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""
@@ -315,9 +278,9 @@ def _output_std(config: TransformerConfig) -> float:
     return 0.0 if config.zero_init_outputs else config.init_std / (2 * config.num_layers) ** 0.5
 
 
-def _head_norm(config: TransformerConfig, heads: int, size: int, name: str) -> Norm:
+def _head_norm(config: TransformerConfig, heads: int, size: int, name: str) -> layers.Norm:
     """Returns the norm of queries or keys: of each head, or of all heads at once."""
     kind = "rms_plus_one" if config.norm == "rms_plus_one" else "rms"
     if config.qk_norm == "head":
-        return Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))
-    return Norm(heads, size, kind=kind, eps=config.norm_eps, names=(name, "head_dim"))
+        return layers.Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))
+    return layers.Norm(heads, size, kind=kind, eps=config.norm_eps, names=(name, "head_dim"))

@@ -102,11 +102,8 @@ class TransformerConfig:
             sizes["rotary_fraction"] = 0.5  # an even number of dims
         return sizes
 
-    def faults(self) -> list[str]:
-        """Returns which values do not go together, each with its cure."""
-        return [*self._size_faults(), *self._rotary_faults(), *self._layer_faults()]
-
-    def _size_faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[str]:
+        """Yields which values do not go together, each with its cure."""
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield (
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
@@ -114,18 +111,13 @@ class TransformerConfig:
             )
         if self.positions == "learned" and self.max_positions < 1:
             yield "model.max_positions: learned positions need the longest sequence, >= 1"
-
-    def _rotary_faults(self) -> Iterator[str]:
-        if self.positions != "rotary" or not 0 < self.rotary_fraction <= 1:
-            return
-        if self.rotary_dims % 2 or self.rotary_dims < 2:
+        turns = self.positions == "rotary" and 0 < self.rotary_fraction <= 1
+        if turns and (self.rotary_dims % 2 or self.rotary_dims < 2):
             share = f"model.rotary_fraction={self.rotary_fraction} of " if self.rotary_fraction < 1 else ""
             yield (
                 f"{share}model.head_dim={self.head_dim}: rotary positions need an even size, "
                 f"here {self.rotary_dims}; change {'either' if share else 'it'}"
             )
-
-    def _layer_faults(self) -> Iterator[str]:
         pattern = f"model.layer_pattern={','.join(self.layer_pattern)}"
         if "local" in self.layer_pattern and not self.window:
             yield f"{pattern}: local layers need model.window, the tokens that they see (>= 1)"

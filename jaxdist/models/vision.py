@@ -12,16 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config.annotations import PositiveInt, Share
-from jaxdist.models.layers import (
-    ACTIVATIONS,
-    Norm,
-    biased,
-    dropout,
-    expand_leading,
-    normal,
-    residual,
-    shard_and_name,
-)
+from jaxdist.models import layers
 from jaxdist.ops.attention import attention
 from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
@@ -62,40 +53,29 @@ class EncoderBlock(nnx.Module):
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         D, F, heads = config.d_model, config.d_ff, (config.num_heads, config.d_model // config.num_heads)
         self.dropout, std, inner = config.dropout, D**-0.5, ("heads", "head_dim")
-        self.attention_norm = Norm(D, kind="layer", eps=config.norm_eps)
+        self.attention_norm = layers.Norm(D, kind="layer", eps=config.norm_eps)
         self.query, self.key, self.value = (
-            normal(rngs, (D, *heads), std, ("d_model", *inner)) for _ in range(3)
+            layers.normal(rngs, (D, *heads), std, ("d_model", *inner)) for _ in range(3)
         )
-        self.query_bias, self.key_bias, self.value_bias = (normal(rngs, heads, 0, inner) for _ in range(3))
-        self.out = normal(rngs, (*heads, D), std, (*inner, "d_model"))
-        self.out_bias = normal(rngs, (D,), 0, ("d_model",))
-        self.mlp_norm = Norm(D, kind="layer", eps=config.norm_eps)
-        self.up = normal(rngs, (D, F), std, ("d_model", "d_ff"))
-        self.up_bias = normal(rngs, (F,), 0, ("d_ff",))
-        self.down = normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
-        self.down_bias = normal(rngs, (D,), 0, ("d_model",))
+        biases = (layers.normal(rngs, heads, 0, inner) for _ in range(3))
+        self.query_bias, self.key_bias, self.value_bias = biases
+        self.out = layers.normal(rngs, (*heads, D), std, (*inner, "d_model"))
+        self.out_bias = layers.normal(rngs, (D,), 0, ("d_model",))
+        self.mlp_norm = layers.Norm(D, kind="layer", eps=config.norm_eps)
+        self.up = layers.normal(rngs, (D, F), std, ("d_model", "d_ff"))
+        self.up_bias = layers.normal(rngs, (F,), 0, ("d_ff",))
+        self.down = layers.normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
+        self.down_bias = layers.normal(rngs, (D,), 0, ("d_model",))
 
     def __call__(self, x_BPD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
-        x = x_BPD + dropout(self.attend(self._entering(self.attention_norm, x_BPD)), self.dropout, context, 1)
-        (h,) = project(self._entering(self.mlp_norm, x), self.up)
-        h = shard_and_name(biased(h, self.up_bias), "mlp_up", "batch", "sequence", "d_ff")
-        (y,) = project(ACTIVATIONS["gelu_exact"](h), self.down)
-        y = shard_and_name(biased(y, self.down_bias), "mlp_out", "batch", "residual", None)
-        return residual(x + dropout(y, self.dropout, context, 2)), {}
-
-    def attend(self, x_BPD: jax.Array) -> jax.Array:
-        """Returns what attention adds, [B, P, D]."""
-        heads = project(x_BPD, self.query, self.key, self.value)
-        biases = {"query": self.query_bias, "key": self.key_bias, "value": self.value_bias}
-        q, k, v = (
-            shard_and_name(biased(y, bias), name, "batch", "sequence", "heads", None)
-            for y, (name, bias) in zip(heads, biases.items(), strict=True)
-        )
-        (y,) = project(attention(q, k, v, causal=False), self.out, contract=2)
-        return shard_and_name(biased(y, self.out_bias), "attention_projection", "batch", "residual", None)
+        q, k, v = layers.project_heads(self, self._entering(self.attention_norm, x_BPD), "heads")
+        mixed = layers.merge_heads(self, attention(q, k, v, causal=False))
+        x = x_BPD + layers.dropout(mixed, self.dropout, context, 1)
+        y = layers.feed_forward(self, self._entering(self.mlp_norm, x), "gelu_exact")
+        return layers.residual(x + layers.dropout(y, self.dropout, context, 2)), {}
 
     @staticmethod
-    def _entering(norm: Norm, x_BPD: jax.Array) -> jax.Array:
+    def _entering(norm: layers.Norm, x_BPD: jax.Array) -> jax.Array:
         return shard(norm(x_BPD), "batch", "sequence", None)
 
 
@@ -109,15 +89,15 @@ class VisionTransformer(nnx.Module):
         c = self.config = config
         pixels, token = c.patch_size**2 * c.channels, c.pooling == "token"
         count = (c.image_size // c.patch_size) ** 2 + token
-        self.patch = normal(rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model"))
-        self.patch_bias = normal(rngs, (c.d_model,), 0, ("d_model",))
-        self.position_embedding = normal(rngs, (count, c.d_model), 0.02, ("positions", "d_model"))
+        self.patch = layers.normal(rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model"))
+        self.patch_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
+        self.position_embedding = layers.normal(rngs, (count, c.d_model), 0.02, ("positions", "d_model"))
         if token:
-            self.class_token = normal(rngs, (c.d_model,), 0.02, ("d_model",))
+            self.class_token = layers.normal(rngs, (c.d_model,), 0.02, ("d_model",))
         self.blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.num_layers, rngs)
-        self.final_norm = Norm(c.d_model, kind="layer", eps=c.norm_eps)
-        self.output = normal(rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None))
-        self.output_bias = normal(rngs, (c.num_classes,), 0, (None,))
+        self.final_norm = layers.Norm(c.d_model, kind="layer", eps=c.norm_eps)
+        self.output = layers.normal(rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None))
+        self.output_bias = layers.normal(rngs, (c.num_classes,), 0, (None,))
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
         """Returns the cross-entropy over the samples; key None means no dropout."""
@@ -130,18 +110,19 @@ class VisionTransformer(nnx.Module):
         patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
         patches = patches.reshape(len(image), side * side, -1)
         (x,) = project(patches.astype(execution.current().compute_dtype(self.patch[...].dtype)), self.patch)
-        x = biased(x, self.patch_bias)
+        x = layers.biased(x, self.patch_bias)
         if c.pooling == "token":
-            token = jnp.broadcast_to(expand_leading(self.class_token[...], x), (len(image), 1, c.d_model))
+            token = layers.expand_leading(self.class_token[...], x)
+            token = jnp.broadcast_to(token, (len(image), 1, c.d_model))
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
-        return residual(biased(x, self.position_embedding))
+        return layers.residual(layers.biased(x, self.position_embedding))
 
     def logits(self, x_BPD: jax.Array) -> jax.Array:
         """Returns float32 logits [B, C] from the last block's output."""
         x = self.final_norm(x_BPD)
         pooled = x[:, 0] if self.config.pooling == "token" else x.astype(jnp.float32).mean(1).astype(x.dtype)
         (logits,) = project(shard(pooled, "batch", None), self.output)
-        return logits.astype(jnp.float32) + expand_leading(self.output_bias[...], logits)
+        return logits.astype(jnp.float32) + layers.expand_leading(self.output_bias[...], logits)
 
     def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""

@@ -114,7 +114,7 @@ def llama3_frequencies(
 
 
 def test_rotary_frequencies_of_llama_3():
-    setting = dict(factor=8.0, low=1.0, high=4.0, original=8192)
+    setting = dict(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=8192)
     ours = np.asarray(rotary_frequencies(128, 500000.0, **setting))
     expected = np.array(llama3_frequencies(128, 500000.0, 8.0, 1.0, 4.0, 8192))
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)

@@ -122,5 +122,5 @@ def test_a_tiny_variant_is_legal_for_each_packaged_model():
     for name in ("gpt2_124m", "llama3_8b", "quickstart"):
         run = run_config.from_config(files.load(name, folders=files.packaged_folders()))
         tiny = dataclasses.replace(run.model_config, **run.model_config.tiny(32))
-        assert not tiny.faults() and (tiny.max_length or 32) >= 32
+        assert not list(tiny.faults()) and (tiny.max_length or 32) >= 32
         assert all(getattr(tiny, size) % 8 == 0 for size in tiny.tensor_parallel_dims)
