@@ -25,7 +25,6 @@ from jaxdist.storage import atomic
 from jaxdist.trainer import build, cli, run_config, validation, workdir
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
-DTYPES = ("float32", "bfloat16")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = flags.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--to {target}: something is there; give a folder that is empty or not there yet")
-    to_huggingface = _to_peft if flags.adapters else _to_huggingface
-    convert = to_huggingface if flags.format == "huggingface" else _to_workdir
+    convert = _to_huggingface if flags.format == "huggingface" else _to_workdir
     with atomic.replacing(target) as partial:
         partial.mkdir(parents=True)
         summary = convert(flags, partial)
@@ -46,37 +44,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
     config, kept = workdir.read_config(flags.source), flags.source / interop.KEPT
+    if flags.adapters and not config.lora.rank:
+        raise ConfigError(f"--adapters: {flags.source} was trained without adapters; leave the flag out")
     if config.model["target"] != registry.DEFAULT_TARGET:
         raise ConfigError(f"model.target={config.model['target']}: required {registry.DEFAULT_TARGET}")
     origin: dict[str, Any] = interop.read_config(kept) if kept.is_dir() else {}
     if not origin and config.model["positions"] == "rotary":
         origin["max_position_embeddings"] = config.batch.sequence_length
     family, fields = interop.fields_of(config.model_options, origin)
-    interop.copy_small_files(kept, target)
-    trained_tokenizer = flags.source / TOKENIZER_FILE
-    if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
-        fields |= interop.copy_own_tokenizer(trained_tokenizer, target)
-    weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
-    shapes, read = lora.unadapted(build.model_spec(config).abstract_model, weights.shapes, weights.read)
-    dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
-    written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
-    weights.close()
-    return f"step {weights.step} as {family.architecture}, {written:,} bytes of {dtype}"
-
-
-def _to_peft(flags: argparse.Namespace, target: Path) -> str:
-    config, kept = workdir.read_config(flags.source), flags.source / interop.KEPT
-    if not config.lora.rank:
-        raise ConfigError(f"--adapters: {flags.source} was trained without adapters; leave the flag out")
-    family, _ = interop.fields_of(config.model_options, interop.read_config(kept) if kept.is_dir() else {})
     spec = build.model_spec(config)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
-    shapes, _ = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
-    factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
+    shapes, read = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
+    if flags.adapters:
+        factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
+        base, dtype = config.init.from_huggingface, "float32"
+        written = peft.write(target, family, config.lora, factors, shapes, base=base)
+    else:
+        interop.copy_small_files(kept, target)
+        trained_tokenizer = flags.source / TOKENIZER_FILE
+        if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
+            fields |= interop.copy_own_tokenizer(trained_tokenizer, target)
+        dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
+        written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
     weights.close()
-    base = config.init.from_huggingface
-    written = peft.write(target, family, config.lora, factors, shapes, base=base)
-    return f"step {weights.step}, the adapters for {family.architecture}, {written:,} bytes of float32"
+    what = ", the adapters for" if flags.adapters else " as"
+    return f"step {weights.step}{what} {family.architecture}, {written:,} bytes of {dtype}"
 
 
 def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
@@ -95,9 +87,9 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
         changes["data.tokenizer"] = str(flags.target.resolve() / TOKENIZER_FILE)
     with config.unlocked(), config.ignore_type():
         config.update_from_flattened_dict(changes)
-    run, here = run_config.from_config(config), jax.devices()[:1]
-    _, _, spec = validation.validate(run, here, with_data=False)
-    where = jax.sharding.SingleDeviceSharding(here[0])
+    run, device = run_config.from_config(config), jax.devices()[0]
+    _, _, spec = validation.validate(run, [device], with_data=False)
+    where = jax.sharding.SingleDeviceSharding(device)
     wanted = {
         path: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
         for path, x in trees.flatten_names(spec.trainable).items()
@@ -126,10 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--format", required=True, choices=("huggingface", "jaxdist"), help="the form of what is written")
     add("--adapters", action="store_true", help="huggingface, of a run with lora: write them as PEFT does")
     add("--step", type=int, help="of a workdir: checkpoint to read (default: the newest)")
-    add("--dtype", choices=DTYPES, help="of what is written (default: that of a workdir; else float32)")
+    dtypes = ("float32", "bfloat16")
+    add("--dtype", choices=dtypes, help="of what is written (default: that of a workdir; else float32)")
     add("--max-shard-gb", type=float, default=5.0, help="of a safetensors file, in 1e9 bytes (default: 5)")
     return parser
 
 
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

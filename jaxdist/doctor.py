@@ -1,6 +1,5 @@
 """`python -m jaxdist.doctor`: what is here, what a run would set, and what MFU will mean."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,7 +13,8 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist.config import ConfigError, extras
+from jaxdist import config
+from jaxdist.config import extras
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
@@ -27,11 +27,9 @@ from jaxdist.trainer import cli
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns 0: what is missing is said, not a failure."""
-    parser = argparse.ArgumentParser(prog="jaxdist doctor", description=__doc__)
+    parser = config.Parser(prog="jaxdist doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    flags, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError([f"{item}: no such flag; --help lists them" for item in unknown])
+    flags = parser.parse_args(arguments)
     initialize.skip_absent_tpu(os.environ)
     report = examine(os.environ)
     print(json.dumps(report, indent=1) if flags.json else as_text(report))
@@ -46,9 +44,9 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = chips.chip_for(kind)
-    installed = versions()
     known: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
-    known |= {package: installed.get(package) for package in PACKAGES}
+    known |= dict.fromkeys(PACKAGES) | versions()
+    programs = initialize.compile_cache_folder(environ) or environ.get("JAX_COMPILATION_CACHE_DIR")
     return {
         "devices": {
             "platform": devices[0].platform if devices else None,
@@ -65,7 +63,11 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
-        "disk": _disk(environ),
+        "disk": {
+            "runs": _disk(Path("runs").absolute()),
+            "tokenised data": _disk(DataConfig().cache_folder()),
+            "compiled programs": _disk(programs),
+        },
         "extras": {
             module: "present" if find_spec(module) else f'missing: pip install "jaxdist[{extra}]"'
             for module, extra in sorted(extras.EXTRAS.items())
@@ -75,29 +77,18 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-# --- sections -------------------------------------------------------------------------------------
-
-
 def _chip(chip: chips.Chip, device: jax.Device) -> dict[str, Any]:
     limit = (device.memory_stats() or {}).get("bytes_limit")  # where the runtime says so
     return dataclasses.asdict(chip) | {"usable_hbm_bytes": chip.compiler_hbm_bytes or limit}
 
 
-def _disk(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    chosen = environ.get("JAX_COMPILATION_CACHE_DIR")
-    folders = {
-        "runs": Path("runs").absolute(),
-        "tokenised data": DataConfig().cache_folder(),
-        "compiled programs": initialize.compile_cache_folder(environ) or (chosen and Path(chosen)),
-    }
-    report: dict[str, dict[str, Any]] = {}
-    for name, folder in folders.items():
-        report[name] = {"folder": str(folder or "off")}
-        if folder:  # of the file system that holds, or would hold it
-            existing = next(f for f in (folder, *folder.parents, Path(".")) if f.exists())
-            report[name]["free_bytes"] = shutil.disk_usage(existing).free
-            report[name]["writable"] = os.access(existing, os.W_OK)
-    return report
+def _disk(folder: Path | str | None) -> dict[str, Any]:
+    """Returns what is known of the file system that holds a folder, or would hold it."""
+    if not folder:
+        return {"folder": "off"}
+    existing = next(f for f in (Path(folder), *Path(folder).parents) if f.exists())
+    free, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK)
+    return {"folder": str(folder), "free_bytes": free, "writable": writable}
 
 
 def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -142,18 +133,18 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _text(path: str, value: object) -> str:
+def _text(path: str, value: Any) -> str:
     """Returns a value with the unit that its name tells."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return "; ".join(_text(path, item) for item in value) or "none"
     if "flops_per_s" in path:
-        return f"{value / 1e12:g} TFLOP/s"  # type: ignore[operator]
+        return f"{value / 1e12:g} TFLOP/s"
     if "bytes_per_s" in path:
-        return f"{value / 1e9:g} GB/s"  # type: ignore[operator]
-    return gib_text(value) if "bytes" in path else str(value)  # type: ignore[arg-type]
+        return f"{value / 1e9:g} GB/s"
+    return gib_text(value) if "bytes" in path else str(value)
 
 
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

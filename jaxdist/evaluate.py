@@ -5,7 +5,6 @@ With `--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
 
 import argparse
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -15,10 +14,8 @@ import jax
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.evaluation import trained_run
-from jaxdist.evaluation.trained_run import HeldOut
+from jaxdist.evaluation.trained_run import HeldOut, Watch
 from jaxdist.trainer import cli
-
-_LINE_EVERY_S = 10.0  # between two lines of progress, where there is no terminal
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,25 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
     run = trained_run.load_run(**cli.run_options(flags))
-    lead = jax.process_index() == 0
-    watch = _Progress() if lead else None
+    watch = _show_progress() if jax.process_index() == 0 else None
+    results: dict[str, Any]
     if harness:
-        metrics = harness.evaluate_tasks(
-            run,
-            flags.tasks.split(","),
-            folder=flags.tasks_folder,
-            limit=flags.limit,
-            longest=flags.max_length,
-            watch=watch,
-            log=run.log,
-        )
-        results = {"step": int(run.state.step), "tasks": metrics}
-        text = _as_json(results) if flags.json else _as_table(metrics)
+        options = {"folder": flags.tasks_folder, "limit": flags.limit, "longest": flags.max_length}
+        metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **options)
+        results, text = {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
     else:
-        held = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
-        text = _as_json(held._asdict()) if flags.json else _as_text(held)
-    if lead:
-        print(text)
+        held_out = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
+        results, text = held_out._asdict(), _as_text(held_out)
+    if jax.process_index() == 0:
+        print(_as_json(results) if flags.json else text)
     return 0
 
 
@@ -56,8 +45,7 @@ def _check(flags: argparse.Namespace) -> None:
         for name in ("limit", "max_length")
         if (value := getattr(flags, name)) is not None and value < 1
     ]
-    task_flags = (flags.tasks_folder, flags.limit, flags.max_length)
-    if not flags.tasks and any(flag is not None for flag in task_flags):
+    if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (None, None, None):
         faults.append("--tasks-folder, --limit and --max-length go with --tasks; name some")
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
@@ -67,32 +55,19 @@ def _check(flags: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("evaluate", __doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument(
-        "--validation-tokens",
-        type=int,
-        help="score so many targets, 0 = all (default: the run's data.validation_tokens)",
-    )
-    parser.add_argument("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
-    parser.add_argument("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
-    parser.add_argument("--limit", type=int, help="documents of each task at most (default: all)")
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        help="tokens read at once (default: the model's limit, else its training length)",
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="one JSON object on standard output")
+    add("--validation-tokens", type=int, help="targets to score, 0 = all (default: data.validation_tokens)")
+    add("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
+    add("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
+    add("--limit", type=int, help="documents of each task at most (default: all)")
+    add("--max-length", type=int, help="tokens read at once (default: the model's limit, or as trained)")
     return parser
 
 
 def _as_json(result: Any) -> str:
     """Returns the result as strict JSON: what is infinite or not a number is null."""
-    return json.dumps(_finite(result))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None))
 
 
 def _as_table(results: dict[str, dict[str, Any]]) -> str:
@@ -114,20 +89,21 @@ def _as_text(result: HeldOut) -> str:
     )
 
 
-class _Progress:
-    """Shows how many batches are under way: one changing line on a terminal, else some lines."""
+def _show_progress() -> Watch:
+    """Returns what shows how many batches are under way: one changing line on a terminal, else some."""
+    shown_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self._shown_s = time.monotonic()
-
-    def __call__(self, batch: int, total: int) -> None:
+    def show(batch: int, total: int) -> None:
+        nonlocal shown_s
         if sys.stderr.isatty():
             end = "\n" if batch == total else ""
             print(f"\revaluating: batch {batch} of {total}", end=end, file=sys.stderr, flush=True)
-        elif time.monotonic() - self._shown_s >= _LINE_EVERY_S:
-            self._shown_s = time.monotonic()
+        elif time.monotonic() - shown_s >= 10:
+            shown_s = time.monotonic()
             print(f"evaluating: batch {batch} of {total}", file=sys.stderr)
+
+    return show
 
 
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

@@ -32,23 +32,13 @@ def _parser() -> argparse.ArgumentParser:
     add, sampling = parser.add_argument, SamplingConfig()
     add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
-    add(
-        "--temperature",
-        type=float,
-        default=sampling.temperature,
-        help="0 = always the likeliest token (default: 1)",
-    )
+    add("--temperature", type=float, default=sampling.temperature, help="0 = the likeliest (default: 1)")
     add("--top-k", type=int, default=sampling.top_k, help="only the k likeliest; 0 = all (default)")
-    add(
-        "--top-p",
-        type=float,
-        default=sampling.top_p,
-        help="only the likeliest that reach this probability together (default: 1 = all)",
-    )
+    add("--top-p", type=float, default=sampling.top_p, help="only the likeliest of this sum (default: 1)")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--num-samples", type=int, default=1, help="texts for each prompt (default: 1)")
     return parser
 
 
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

@@ -58,9 +58,8 @@ def _options(argv: list[str]) -> SupervisorOptions:
     Raises:
       ConfigError: all that is wrong with them.
     """
-    arguments, command = argv, []
-    if "--" in argv:
-        arguments, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, command = argv[:end], argv[end + 1 :]
     flags = _parser().parse_args(arguments)
     faults = [
         f"--{name.replace('_', '-')} {value}: must be >= {least}"
@@ -83,44 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = config.Parser(prog="jaxdist launch", description=__doc__, usage=usage)
     add = parser.add_argument
     add("--processes", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
-    add(
-        "--devices-per-process",
-        type=int,
-        metavar="K",
-        help="CPU: devices that each process emulates; GPU: how many each gets",
-    )
-    add(
-        "--min-processes",
-        type=int,
-        metavar="M",
-        help="go on with fewer, down to M, when processes are lost (default: all or none)",
-    )
-    add(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="R",
-        help="starts again without progress in between before giving up (default 3)",
-    )
-    add(
-        "--capacity-file",
-        type=Path,
-        metavar="PATH",
-        help="file with the number of processes that can run now, read before each start",
-    )
-    add(
-        "--grace-seconds",
-        dest="grace_s",
-        type=float,
-        default=120,
-        metavar="S",
-        help="time to save after a signal, before what still runs is killed (default 120)",
-    )
-    add(
-        "--preflight",
-        action="store_true",
-        help="first measure each device's matmul rate and the all-reduce, and name what is slow",
-    )
+    add("--devices-per-process", type=int, metavar="K", help="CPU: emulate so many; GPU: each gets so many")
+    add("--min-processes", type=int, metavar="M", help="least to go on with if some are lost (default: all)")
+    add("--max-restarts", type=int, default=3, metavar="R", help="in a row without progress (default 3)")
+    add("--capacity-file", type=Path, metavar="PATH", help="how many processes can run; read at each start")
+    grace_help = "time to save after a signal, before what still runs is killed (default 120)"
+    add("--grace-seconds", dest="grace_s", type=float, default=120, metavar="S", help=grace_help)
+    add("--preflight", action="store_true", help="first measure devices and all-reduce; name what is slow")
     return parser
 
 

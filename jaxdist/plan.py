@@ -115,8 +115,8 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} must be a positive number")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxdist plan", description=__doc__, add_help=False)
+def _parser() -> cli.ConfigParser:
+    parser = cli.ConfigParser("plan", __doc__)
     parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:1x8, cpu:8 or here")
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
@@ -124,9 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12")
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
     parser.add_argument("--workdir", help="keep the plan there as plan.json and plan.txt")
-    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
     return parser
 
 
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

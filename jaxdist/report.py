@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(args.workdir) > 2:
             raise config.ConfigError(f"got {len(args.workdir)} workdirs; give one, or two to compare")
         runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
-        target = Path(args.out) if args.out else _default_target(runs)
+        name = f"report_vs_{runs[-1].name.replace('/', '_')}.html" if len(runs) > 1 else "report.html"
+        target = Path(args.out) if args.out else runs[0].folder / name
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(target, html.render(runs))
@@ -40,11 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
     )
     parser.add_argument("workdir", nargs="+", help="workdir of a run; give two to compare them")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="page to write (default: report.html in the workdir; report_vs_NAME.html for two)",
-    )
+    parser.add_argument("--out", metavar="FILE", help="page to write (default: in the first workdir)")
     return parser
 
 
@@ -55,23 +52,14 @@ def _names(workdirs: Sequence[str]) -> list[str]:
     return ["/".join(folder.parts[-2 if same else -1 :]) for folder in folders]
 
 
-def _default_target(runs: Sequence[summary.RunSummary]) -> Path:
-    if len(runs) == 1:
-        return runs[0].folder / "report.html"
-    return runs[0].folder / f"report_vs_{runs[1].name.replace('/', '_')}.html"
-
-
 def _refuse_foreign(target: Path) -> None:
     """Raises ConfigError if the target exists and is no page of ours."""
-    if not target.exists():
-        return
     if target.is_dir():
         raise config.ConfigError(f"--out {target} is a folder; give the file to write")
-    with open(target, "rb") as file:
-        if html.GENERATOR.encode() not in file.read(4096):
-            raise config.ConfigError(
-                f"--out {target} exists and is no jaxdist report; give another name or remove it"
-            )
+    if target.exists() and html.GENERATOR.encode() not in target.read_bytes()[:4096]:
+        raise config.ConfigError(
+            f"--out {target} exists and is no jaxdist report; give another name or remove it"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`python -m jaxdist.train --config NAME`: train, or resume the run of the workdir."""
 
-import argparse
 import contextlib
 import os
 import sys
@@ -19,8 +18,6 @@ from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.trainer import cli, trainer
-
-__all__ = ["default_workdir", "main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,14 +58,13 @@ def _prepare() -> None:
         print(joined)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxdist train", description=__doc__, add_help=False)
+def _parser() -> cli.ConfigParser:
+    parser = cli.ConfigParser("train", __doc__)
     parser.add_argument("--workdir", help="folder of the run (default: runs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="batch, shardings, memory; no run")
-    parser.add_argument("-h", "--help", action="store_true", help="with --config: all its fields")
     return parser
 
 
 if __name__ == "__main__":
     with own_process():
-        cli.exit_with_code(main)
+        raise SystemExit(cli.exit_code(main))

@@ -3,7 +3,8 @@
 Exit code 0: all layouts are equal to one device; 1: one is not; 78: nothing could be compared.
 """
 
-import argparse
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -25,13 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     flags, config = cli.parse(_parser(), arguments)
     devices = _devices(flags.devices)
     precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
-    report = verify_layouts(
-        config,
-        devices,
-        precisions=precisions,
-        only=flags.only,
-        log=lambda line: print(line, file=sys.stderr if flags.json else sys.stdout, flush=True),
-    )
+    log = functools.partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
+    report = verify_layouts(config, devices, precisions=precisions, only=flags.only, log=log)
     if flags.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -39,13 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxdist verify", description=__doc__, add_help=False)
+def _parser() -> cli.ConfigParser:
+    parser = cli.ConfigParser("verify", __doc__)
     parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
     parser.add_argument("--precision", choices=(*PRECISIONS, "both"), default="both", help="default: both")
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    parser.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
     return parser
 
 
@@ -60,7 +55,11 @@ def _devices(count: int) -> Sequence[jax.Device]:
     platform = platform_flags.detect_platform(os.environ)
     os.environ.update(platform_flags.flag_environment(platform, os.environ))
     if platform == "cpu":
-        _emulate(count)
+        with contextlib.suppress(RuntimeError):  # the backend is running already
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", count)
+            # XLA's threads: each collective of each device blocks one, and several may be under way.
+            os.environ.setdefault("NPROC", str(4 * count))
     devices = jax.devices()[:count]
     if len(devices) < 2:
         raise ConfigError(
@@ -72,16 +71,5 @@ def _devices(count: int) -> Sequence[jax.Device]:
     return devices
 
 
-def _emulate(count: int) -> None:
-    """Makes the CPU `count` devices; does nothing where the backend is running already."""
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-        # XLA's threads: each collective of each device blocks one, and several may be under way.
-        os.environ.setdefault("NPROC", str(4 * count))
-    except RuntimeError:
-        pass
-
-
 if __name__ == "__main__":
-    cli.exit_with_code(main)
+    raise SystemExit(cli.exit_code(main))

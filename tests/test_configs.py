@@ -1,6 +1,5 @@
 """The shipped configs: parameter counts, documented commands, pinned keys and shardings."""
 
-import argparse
 import ast
 import shlex
 
@@ -28,7 +27,7 @@ PARAMETERS = {
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
-    return cli.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+    return cli.parse(cli.ConfigParser("test", None), arguments)[1]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

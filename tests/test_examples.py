@@ -1,6 +1,5 @@
 """The examples: single-device code that trains alone, found by name or by path, and laid out unchanged."""
 
-import argparse
 import ast
 import json
 import os
@@ -68,7 +67,7 @@ def test_they_train_alone(name):
 def test_the_command_at_their_head_is_a_run(name):
     head = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
     (command,) = re.findall(r"python -m jaxdist.train (.*)", head)
-    run = cli.parse(argparse.ArgumentParser(add_help=False), command.split())[1]
+    run = cli.parse(cli.ConfigParser("test", None), command.split())[1]
     assert run.model["target"] == f"examples.{name}:Model"
     validation.validate(run, jax.devices())
     own = f"--config.model.target=examples.{name}:Model"
@@ -236,5 +235,5 @@ def test_the_commands_of_the_page_are_commands():
         flags = [word for word in words[3:] if word.startswith("--config")]
         given = words[words.index("--config") + 1]
         arguments = ["--config", given, *(flag for flag in flags if flag != "--config")]
-        run = cli.parse(argparse.ArgumentParser(add_help=False), arguments)[1]
+        run = cli.parse(cli.ConfigParser("test", None), arguments)[1]
         assert issubclass(run.model_class, nnx.Module)

@@ -4,7 +4,7 @@ Load it with `extras.load`. What a request means is decided here; the work is `T
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from jaxdist.evaluation.trained_run import TrainedRun, Watch
 from jaxdist.inference.decoding import SamplingConfig
 
 SHIPPED = Path(__file__).parent / "tasks"  # read offline; a task's own files are beside it
-_ANSWER_TOKENS = 256  # at most, where a task does not say
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -59,7 +58,7 @@ def _settings(asked: dict[str, Any]) -> tuple[tuple[str, ...], int, SamplingConf
     """Returns stop strings, most tokens and sampling; greedy unless a task asks to sample."""
     until = asked.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    most = next((int(asked[name]) for name in _LENGTHS if asked.get(name)), _ANSWER_TOKENS)
+    most = next((int(asked[name]) for name in _LENGTHS if asked.get(name)), 256)
     temperature = float(asked.get("temperature", 1.0)) if asked.get("do_sample") else 0.0
     sampling = SamplingConfig(temperature, int(asked.get("top_k") or 0), float(asked.get("top_p") or 1.0))
     return stops, most, sampling
@@ -73,7 +72,6 @@ def evaluate_tasks(
     limit: int | None = None,
     longest: int | None = None,
     watch: Watch | None = None,
-    log: Callable[[str], None] = print,
 ) -> dict[str, dict[str, Any]]:
     """Returns `{task: {metric: value}}` as lm_eval computes them.
 
@@ -91,7 +89,7 @@ def evaluate_tasks(
         raise ConfigError(f"--tasks-folder {folder}: no such folder; give one with task .yaml files")
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(tasks) <= set(manager.all_tasks):
-        log(f"tasks: not all in {folder}; looking among lm_eval's own")
+        run.log(f"tasks: not all in {folder}; looking among lm_eval's own")
         manager = TaskManager(include_path=folder)
     known = manager.all_tasks
     if unknown := [name for name in tasks if name not in known]:

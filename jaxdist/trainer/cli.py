@@ -3,12 +3,11 @@
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError, Parser, files, schema, suggest
@@ -21,8 +20,17 @@ from jaxdist.trainer import pretrained, workdir
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
 
 
+class ConfigParser(Parser):
+    """A parser with --config and --help, for commands that take `--config NAME --config.a.b=value ...`."""
+
+    def __init__(self, name: str, description: str | None):
+        super().__init__(prog=f"jaxdist {name}", description=description, add_help=False)
+        self.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+        self.add_argument("--config", help="packaged name or path, with optional :argument")
+
+
 def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+    parser: ConfigParser, arguments: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Returns a command's own flags and the RunConfig of `--config NAME --config.a.b=value ...`.
 
@@ -31,85 +39,58 @@ def parse(
     Raises:
       ConfigError: everything wrong with the config, at once.
     """
-    parser.add_argument("--config", help="packaged name or path, with optional :argument")
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    overrides, rest, faults = _take_overrides(argv)
-    asks_help = "--help" in rest or "-h" in rest
-    flags, unknown = _own_flags(parser, [a for a in rest if a not in ("--help", "-h")])
+    flags, rest = parser.parse_known_args(arguments)
+    overrides, faults = _read_overrides(rest, flags)
     if "://" in (getattr(flags, "workdir", None) or ""):
         faults.append(f"--workdir {flags.workdir}: must be a local folder; checkpoint.folder takes gs://")
-    if asks_help:
+    if flags.help:
         parser.print_help()
     if flags.config is None:
-        if asks_help:
+        if flags.help:
             raise SystemExit(0)
         raise ConfigError("--config is missing: name one, e.g. --config quickstart")
-    config = _retarget(files.load(flags.config, folders=files.packaged_folders()), overrides)
-    fields = full_schema(_target(config))
-    if asks_help:
+    config = files.load(flags.config, folders=files.packaged_folders())
+    configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
+    target = overrides.get("model.target", configured)
+    if target != configured:  # the other overrides are checked against its fields
+        with config.unlocked():
+            config.model = model_defaults(target)
+    fields = full_schema(target)
+    if flags.help:
         print("\n" + files.help_text(config, fields))
         raise SystemExit(0)
     try:
         files.apply_overrides(config, overrides, fields)
     except ConfigError as error:
         faults += error.faults
-    if faults or unknown:
-        raise ConfigError(unknown + faults)
+    if faults:
+        raise ConfigError(faults)
     if schema.flatten(config).get("init.from_huggingface"):
-        pretrained.apply_hf_config(config, overrides, _before(flags))
+        pretrained.apply_hf_config(config, overrides, _config_in_workdir(flags))
     return flags, from_config(config)
 
 
-def _before(flags: argparse.Namespace) -> RunConfig | None:
+def _read_overrides(arguments: Sequence[str], flags: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Returns the overrides --config.a.b=value (or --config.a.b value), and a fault for all else."""
+    overrides, faults, words = {}, [], deque(arguments)
+    while words:
+        path, equals, value = (word := words.popleft()).removeprefix("--config.").partition("=")
+        if not word.startswith("--config."):
+            hint = suggest(path, ["--" + flag.replace("_", "-") for flag in vars(flags)])
+            faults.append(f"{word}: no such flag;{hint} --help lists them")
+        elif not equals and (not words or words[0].startswith("--")):
+            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
+        else:
+            overrides[path] = value if equals else words.popleft()
+    return overrides, faults
+
+
+def _config_in_workdir(flags: argparse.Namespace) -> RunConfig | None:
     """Returns the config of the run that lies in a command's workdir, if it has one."""
     if not hasattr(flags, "workdir"):
         return None
     folder = Path(flags.workdir or default_workdir(flags.config))
     return workdir.read_config(folder) if (folder / workdir.CONFIG).is_file() else None
-
-
-def _take_overrides(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the --config.a.b=value overrides (or --config.a.b value), the rest, and faults."""
-    overrides, rest, faults = {}, [], []
-    items = deque(argv)
-    while items:
-        if not (item := items.popleft()).startswith("--config."):
-            rest.append(item)
-            continue
-        path, equals, value = item.removeprefix("--config.").partition("=")
-        if equals:
-            overrides[path] = value
-        elif items and not items[0].startswith("--"):
-            overrides[path] = items.popleft()
-        else:
-            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
-    return overrides, rest, faults
-
-
-def _own_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns a command's own flags, and a fault for each argument that is none."""
-    parser.exit_on_error = False  # its exit code would be 2
-    try:
-        flags, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; --help lists the flags") from None
-    names = ["--" + name.replace("_", "-") for name in vars(flags)]
-    return flags, [
-        f"{item}: no such flag;{suggest(item.partition('=')[0], names)} --help lists them" for item in unknown
-    ]
-
-
-def _target(config: ConfigDict) -> str:
-    return schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
-
-
-def _retarget(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
-    """Returns the config with the model's fields of an overridden target, which is read first."""
-    target = overrides.get("model.target", _target(config))
-    if target != _target(config):
-        with config.unlocked():
-            config.model = model_defaults(target)
-    return config
 
 
 class WorkdirParser(Parser):
@@ -155,8 +136,3 @@ def exit_code(main: Callable[[], int]) -> int:
     except CheckpointError as error:
         _print_error(f"error: {error}")
         return EXIT_NO_CHECKPOINT
-
-
-def exit_with_code(main: Callable[[], int]) -> None:
-    """Runs a command's main and ends the process with its exit code."""
-    raise SystemExit(exit_code(main))

@@ -1,6 +1,5 @@
 """The plan command and its compiler child: real compiles of tiny steps for TPUs that are not here."""
 
-import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -36,7 +35,7 @@ def flags(overrides: dict[str, str]) -> list[str]:
 
 
 def run_of(overrides: dict[str, str]) -> run_config.RunConfig:
-    return cli.parse(argparse.ArgumentParser(add_help=False), flags(overrides))[1]
+    return cli.parse(cli.ConfigParser("test", None), flags(overrides))[1]
 
 
 @pytest.fixture(scope="module")

@@ -107,11 +107,11 @@ def test_a_second_interrupt_does_not_wait():
 
 
 CELL = """
-import argparse, signal
+import signal
 import jaxdist
 from pathlib import Path
 from jaxdist.trainer import cli
-_, config = cli.parse(argparse.ArgumentParser(), FLAGS)
+_, config = cli.parse(cli.ConfigParser("test", None), FLAGS)
 jaxdist.run(config, Path(WORKDIR))
 """
 SHELLS = {

@@ -1,6 +1,5 @@
 """What a run says of its pipeline: by arithmetic, in lines, in run.json and in the report."""
 
-import argparse
 import base64
 import json
 import re
@@ -23,7 +22,7 @@ def lines(*arguments: str) -> list[str]:
 
 def validated(*arguments: str):
     words = ["--config=quickstart", "--config.batch.global_size=64", *arguments]
-    run = cli.parse(argparse.ArgumentParser(add_help=False), words)[1]
+    run = cli.parse(cli.ConfigParser("test", None), words)[1]
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
     return run, spec, rules
 

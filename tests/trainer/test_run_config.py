@@ -1,6 +1,5 @@
 """RunConfig: parsing, what may change on resume, batch arithmetic, what a step gets."""
 
-import argparse
 import fnmatch
 import json
 
@@ -14,7 +13,7 @@ from jaxdist.trainer import build, cli, run_config, validation, workdir
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
-    return cli.parse(argparse.ArgumentParser(add_help=False), list(arguments))[1]
+    return cli.parse(cli.ConfigParser("test", None), list(arguments))[1]
 
 
 def faults_of(*arguments: str) -> tuple[str, ...]:
@@ -56,7 +55,7 @@ def test_the_last_of_two_overrides_counts():
 
 
 def test_a_command_s_own_flags_come_back():
-    parser = argparse.ArgumentParser()
+    parser = cli.ConfigParser("test", None)
     parser.add_argument("--workdir")
     flags, _ = cli.parse(parser, ["--workdir", "x", "--config", "quickstart"])
     assert (flags.workdir, flags.config) == ("x", "quickstart")

@@ -41,9 +41,7 @@ def quickstart(**changes) -> run_config.RunConfig:
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
     """Returns the exit code, stdout and stderr of the command, run in this process."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.exit_with_code(lambda: verify.main(list(words)))
-    return stopped.value.code, *capsys.readouterr()
+    return cli.exit_code(lambda: verify.main(list(words))), *capsys.readouterr()
 
 
 # --- what is verified -----------------------------------------------------------------------------
