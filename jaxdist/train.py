@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.checkpoint.state_dict import LayoutError
-from jaxdist.config import EXIT_PREEMPTED, ConfigError
+from jaxdist.config import EXIT_PREEMPTED
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.planner import dry_run
@@ -40,8 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             print(interrupted)
         return EXIT_PREEMPTED
-    except LayoutError as error:
-        raise ConfigError(error.faults) from error
     except (trainer.TrainingStopped, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

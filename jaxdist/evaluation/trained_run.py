@@ -6,23 +6,24 @@ the shardings of any legal mesh.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, Weights, longest_text
+from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
@@ -34,7 +35,6 @@ from jaxdist.trainer import build, validation, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
-_ROUND = 32  # new tokens before the first look for a stop string; twice as many before each next
 
 
 class Sample(NamedTuple):
@@ -87,17 +87,15 @@ def load_run(
     config = workdir.read_config(folder)
     devices = list(jax.devices() if devices is None else devices)
     config, rules, spec = _fitted(config, devices, mesh)
-    placed = build_mesh(config.mesh, devices)
-    built = build.build_step(config, spec, placed, rules)
+    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
     checkpoints = workdir.checkpoints_folder(folder, config)
     with CheckpointManager(checkpoints, config.checkpoint, mode="read") as store:
         restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
         for bad, reason in store.bad_steps.items():
             log(f"checkpoint {bad} cannot be used: {reason}")
-    weights = restored.trainable if restored.ema is None else restored.ema
-    state = restored._replace(trainable=weights, ema=None)
+    state = restored._replace(trainable=restored.model_arrays[0], ema=None)
     log(f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {rules.shape}")
-    return TrainedRun(folder, config, spec, placed, rules, built, state, log)
+    return TrainedRun(folder, config, spec, built, state, log)
 
 
 def _fitted(
@@ -113,15 +111,16 @@ def _fitted(
     part = config.batch.global_size // config.batch.accumulation
     rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
-    for number, choice in enumerate(meshes, 1):
-        fitted = dataclasses.replace(config, mesh=choice, batch=batch)
-        try:
-            _, rules, spec = validation.validate(fitted, devices, with_data=False)
-            return fitted, rules, spec
-        except ConfigError:
-            if number == len(meshes):
-                raise
-    raise AssertionError("there is at least one mesh to try")
+
+    def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
+        fitted = dataclasses.replace(config, mesh=mesh, batch=batch)
+        _, rules, spec = validation.validate(fitted, devices, with_data=False)
+        return fitted, rules, spec
+
+    for choice in meshes[:-1]:
+        with contextlib.suppress(ConfigError):
+            return validated(choice)
+    return validated(meshes[-1])
 
 
 def _weights_alone(state: State) -> State:
@@ -141,8 +140,6 @@ class TrainedRun:
     folder: Path
     config: RunConfig  # mesh and batch as they are here
     spec: ModelSpec
-    mesh: Mesh
-    rules: Rules
     built: TrainStep
     state: State  # without optimizer state; trainable holds the average, where there is one
     log: Callable[[str], None]
@@ -171,8 +168,9 @@ class TrainedRun:
 
     @functools.cached_property
     def _generate(self) -> TokenGenerator:
-        generate = build.text_generator(self.config, self.spec, self.mesh, self.rules)
-        assert generate is not None  # _check_decodes has been called
+        self._check_decodes()
+        generate = build.text_generator(self.config, self.spec, self.built)
+        assert generate is not None  # as it decodes
         return generate
 
     def generate(
@@ -192,11 +190,10 @@ class TrainedRun:
         Raises:
           ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
         """
-        self._check_decodes()
         if num_samples < 1:
             raise ConfigError(f"num_samples={num_samples}: must be >= 1")
         rows = [ids for ids in map(self._encode, prompts) for _ in range(num_samples)]
-        answers = self._continued(rows, range(len(rows)), max_tokens, sampling, seed)
+        answers = self._continued(rows, range(len(rows)), sampling, max_tokens=max_tokens, seed=seed)
         samples = [
             Sample(self._decode(ids, answer.tokens), answer.tokens, answer.ended)
             for ids, answer in zip(rows, answers, strict=True)
@@ -208,28 +205,17 @@ class TrainedRun:
             raise ConfigError(f"model.target={self.config.model['target']} has no decode method")
 
     def _continued(
-        self,
-        rows: Sequence[np.ndarray],
-        samples: Sequence[int],
-        max_tokens: int,
-        sampling: SamplingConfig | None,
-        seed: int,
+        self, rows: list[np.ndarray], samples: Sequence[int], sampling: SamplingConfig | None, **options: Any
     ) -> list[Generation]:
-        """Returns what follows each row of tokens, a batch at a time."""
+        """Returns what follows each row of tokens, a batch at a time; options as of `TokenGenerator`."""
         sampling = sampling or SamplingConfig()
         if sampling.end_token is None:
             sampling = dataclasses.replace(sampling, end_token=self.tokenizer.end_of_document)
         size, answers = self.config.batch.global_size, []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            answers += self._generate(
-                self._weights,
-                rows[part],
-                max_tokens=max_tokens,
-                sampling=sampling,
-                seed=seed,
-                samples=samples[part],
-            )
+            options |= {"sampling": sampling, "samples": samples[part]}
+            answers += self._generate(self.state.model_arrays, rows[part], **options)
         return answers
 
     def complete(
@@ -253,24 +239,23 @@ class TrainedRun:
         Raises:
           ConfigError: as `generate`.
         """
-        self._check_decodes()
         longest = longest or self.longest
         most = max(min(max_tokens, longest // 2), 1)
         rows = [self._encode(prompt)[-(longest - most) :] for prompt in prompts]
         new = [np.zeros(0, np.int32) for _ in rows]
         texts, running, done = [""] * len(rows), list(range(len(rows))), 0
-        size = _ROUND if any(stops) else most
+        size = 32 if any(stops) else most  # new tokens before a look for a stop; doubled each time
         while running:
             size = min(size, most - done)
             begun = [np.concatenate([rows[i], new[i]]) for i in running]
-            answers = self._continued(begun, running, size, sampling, seed)
-            done, still = done + size, []
-            for i, answer in zip(running, answers, strict=True):
+            answers = self._continued(begun, running, sampling, max_tokens=size, seed=seed)
+            done += size
+            for i, answer in zip(tuple(running), answers, strict=True):
                 new[i] = np.concatenate([new[i], answer.tokens])
                 texts[i], stopped = _until(self._answer(rows[i], new[i]), stops)
-                if not (stopped or answer.ended or done == most):
-                    still.append(i)
-            running, size = still, 2 * size
+                if stopped or answer.ended or done == most:
+                    running.remove(i)
+            size *= 2
         return texts
 
     def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
@@ -294,14 +279,12 @@ class TrainedRun:
         Raises:
           ConfigError: the model has no decode method.
         """
-        self._check_decodes()
         longest = longest or self.longest
         cut = [windows(*self._encode_pair(*pair), longest) for pair in pairs]
-        flat = [window for some in cut for window in some]
-        scores = iter(self._score(self._weights, flat, longest=longest, watch=watch))
+        flat = list(itertools.chain(*cut))
+        scores = iter(self._score(self.state.model_arrays, flat, longest=longest, watch=watch))
         texts = []
-        for some in cut:
-            parts = [next(scores) for _ in some]
+        for parts in (list(itertools.islice(scores, len(some))) for some in cut):
             probabilities = [float(x) for part in parts for x in part.log_probabilities]
             greedy = all(bool(part.likeliest.all()) for part in parts)
             texts.append(TextScore(math.fsum(probabilities), greedy, len(probabilities)))
@@ -309,20 +292,14 @@ class TrainedRun:
 
     @functools.cached_property
     def _score(self) -> Scorer:
-        config = self.config
-        return build_scorer(
-            self.spec, self.mesh, self.rules, rows=config.batch.global_size, compute=config.precision.compute
-        )
+        self._check_decodes()
+        rows, compute = self.config.batch.global_size, self.config.precision.compute
+        return build_scorer(self.spec, self.built.mesh, self.built.rules, rows=rows, compute=compute)
 
     @functools.cached_property
     def longest(self) -> int:
         """Tokens that the model can take, or, without such a limit, that it was trained on at once."""
         return longest_text(self.spec) or self.config.batch.sequence_length
-
-    @property
-    def _weights(self) -> Weights:
-        """The arguments of `spec.assemble`."""
-        return self.state.trainable, self.state.model_state, self.state.frozen
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of both; spaces between them go to the second, as tokenizers have it."""
@@ -359,20 +336,13 @@ class TrainedRun:
         Raises:
           ConfigError: nothing is held out.
         """
-        config, size = self.config, self.config.batch.global_size
+        config = self.config
         if validation_tokens is not None:
             data = dataclasses.replace(config.data, validation_tokens=validation_tokens)
             config = dataclasses.replace(config, data=data)
         dataset = build.open_data(config, self.folder, self.log)
-        total = dataset.num_validation_batches(size)
-        loader = Loader(
-            dataset,
-            global_size=size,
-            shardings=self.built.batch_shardings(dataset.validation_batch(0, size)),
-            split="validation",
-            prefetch=config.data.prefetch,
-        )
-        with loader:
+        total = dataset.num_validation_batches(config.batch.global_size)
+        with build.open_loader(config, self.built, dataset, "validation") as loader:
             result = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
         per_token = dataset.validation_bytes_per_token
         bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)

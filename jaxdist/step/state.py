@@ -17,6 +17,11 @@ class State(NamedTuple):
     opt_state: Tree
     ema: Tree  # None without a moving average
 
+    @property
+    def model_arrays(self) -> tuple[Tree, Tree, Tree]:
+        """The arguments of `ModelSpec.assemble` to evaluate with; a moving average stands for the weights."""
+        return self.trainable if self.ema is None else self.ema, self.model_state, self.frozen
+
 
 Metrics = dict[str, jax.Array]
 

@@ -173,8 +173,7 @@ def _build_evaluate(
 ) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with execution.activate(mesh, rules, compute=config.compute):
-            weights = state.trainable if state.ema is None else state.ema
-            loss = loss_of(weights, state.model_state, state.frozen, batch, None)[1].loss
+            loss = loss_of(*state.model_arrays, batch, None)[1].loss
         return loss.sum, loss.count
 
     return evaluate

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.data import Dataset, open_dataset, sample_shapes
+from jaxdist.data.loader import Loader
 from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
@@ -67,11 +68,11 @@ def build_step(
     return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
 
 
-def text_generator(run: RunConfig, spec: ModelSpec, mesh: Mesh, rules: Rules) -> TokenGenerator | None:
+def text_generator(run: RunConfig, spec: ModelSpec, built: TrainStep) -> TokenGenerator | None:
     """Returns what continues prompts with a run's model; None if the model has no `decode`."""
     if not hasattr(spec.model_class, "decode"):
         return None
-    return TokenGenerator(spec, mesh, rules, compute=run.precision.compute)
+    return TokenGenerator(spec, built.mesh, built.rules, compute=run.precision.compute)
 
 
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:
@@ -88,24 +89,26 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
       ConfigError: dims that an axis does not divide.
     """
     cut = staging(run, spec, rules.shape)
-    parameters = (cut.staged_spec(spec) if cut else spec).named_parameters()
-    return place({path: (_as_stored(x, run), names) for path, (x, names) in parameters.items()}, rules)
-
-
-def _as_stored(x: jax.ShapeDtypeStruct, run: RunConfig) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params))
+    parameters = {
+        path: (jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params)), names)
+        for path, (x, names) in (cut.staged_spec(spec) if cut else spec).named_parameters().items()
+    }
+    return place(parameters, rules)
 
 
 def open_data(run: RunConfig, folder: Path, log: Callable[[str], None]) -> Dataset:
     """Returns the dataset of the run in `folder`; `log` takes a line per event of making its tokens."""
+    length, vocab_size = run.batch.sequence_length, run.vocab_size
     return open_dataset(
-        run.data,
-        sequence_length=run.batch.sequence_length,
-        vocab_size=run.vocab_size,
-        seed=run.seed,
-        folder=folder,
-        log=log,
+        run.data, sequence_length=length, vocab_size=vocab_size, seed=run.seed, folder=folder, log=log
     )
+
+
+def open_loader(run: RunConfig, built: TrainStep, dataset: Dataset, split: str, start: int = 0) -> Loader:
+    """Returns the global batches of a split on the devices, from batch `start` on."""
+    size, prefetch = run.batch.global_size, run.data.prefetch
+    shardings = built.batch_shardings(batch_shapes(run, size))
+    return Loader(dataset, global_size=size, shardings=shardings, split=split, start=start, prefetch=prefetch)
 
 
 def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:

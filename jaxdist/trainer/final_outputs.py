@@ -26,35 +26,26 @@ def write_final_outputs(
 
     Args:
       state: with flat layers.
-      tokenizer, generate: None: no sample can be made.
+      tokenizer, generate: see `build.text_generator`; None: no sample can be made.
     """
-    text = ""
-    if config.train.sample_tokens and tokenizer is not None and generate is not None:
-        text = _sample(config, state, tokenizer, generate, display)
+    train, text = config.train, ""
+    if train.sample_tokens and tokenizer is not None and generate is not None:
+        display.status("sampling")
+        try:
+            (generation,) = generate(
+                state.model_arrays,
+                [tokenizer.encode(train.sample_prompt)],
+                max_tokens=train.sample_tokens,
+                sampling=SamplingConfig(temperature=0.8),
+                seed=config.seed,
+            )
+            text = train.sample_prompt + tokenizer.decode(generation.tokens)
+            display.note(f"sample:\n{text}")
+        except ConfigError as error:  # the run is done and saved: no sample is no failure
+            display.note(f"no sample: {error}")
     if jax.process_index() == 0:
         if text:
             workdir.write_text(folder / workdir.SAMPLE, text)
         page = html.render([summary.read_run(folder)])
         workdir.write_text(folder / workdir.REPORT, page)
         display.note(f"report: {folder / workdir.REPORT}")
-
-
-def _sample(
-    config: RunConfig, state: State, tokenizer: Tokenizer, generate: TokenGenerator, display: Display
-) -> str:
-    train = config.train
-    display.status("sampling")
-    try:
-        (generation,) = generate(
-            (state.trainable if state.ema is None else state.ema, state.model_state, state.frozen),
-            [tokenizer.encode(train.sample_prompt)],
-            max_tokens=train.sample_tokens,
-            sampling=SamplingConfig(temperature=0.8),
-            seed=config.seed,
-        )
-    except ConfigError as error:  # the run is done and saved: no sample is no failure
-        display.note(f"no sample: {error}")
-        return ""
-    text = train.sample_prompt + tokenizer.decode(generation.tokens)
-    display.note(f"sample:\n{text}")
-    return text

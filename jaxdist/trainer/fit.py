@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, schema
 from jaxdist.data.user_batches import Batches, open_given
 from jaxdist.inference.decoding import Generation, SamplingConfig
@@ -33,8 +32,6 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
 _TARGET = f"{registry.__name__}:{registry.UserModel.__name__}"
-# The rate, its schedule and all else are the transformation's own.
-_OWN = {"name": "given", "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
 def fit(
@@ -74,32 +71,29 @@ def fit(
     build, initial = _builder(model)
     dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
+    made = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
     workdir = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
     arguments = {
         "seed": seed,
         "train.steps": steps,
         "batch.global_size": size,
         "data.path": dataset.samples,
-        "model.name": _name(model, build),
+        "model.name": f"{made.__module__}.{made.__qualname__}",
         "optimizer": _optimizer_values(optimizer),
         "mesh": schema.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh or {},
     }
     config = _config(schema.flatten(arguments), settings or {}, validation is not None, not temporary)
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
-    try:
-        outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
-    except LayoutError as error:
-        raise ConfigError(error.faults) from error
+    outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
     return _fitted(outcome, workdir, temporary)
 
 
 def _fitted(outcome: TrainResult, workdir: Path, temporary: Any) -> Fitted:
     """Returns the trained model, its layers flat; raises Preempted if a signal asked the process to end."""
-    state = outcome.built.views.flat(outcome.state)
-    trained = state.trainable if state.ema is None else state.ema
-    outcome = outcome._replace(state=state._replace(trainable=trained, opt_state=None, ema=None))
-    stopped = outcome.stopped
+    state, stopped = outcome.built.views.flat(outcome.state), outcome.stopped
+    trained = state._replace(trainable=state.model_arrays[0], opt_state=None, ema=None)
+    outcome = outcome._replace(state=trained)
     if stopped and temporary:
         stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
     if stopped and preemption.PROCESS.must_leave:
@@ -125,12 +119,7 @@ class Fitted:
     @functools.cached_property
     def model(self) -> Any:
         """The module with its trained weights (their average, if one is kept), in evaluation mode."""
-        return self.outcome.spec.assemble(*self._weights)
-
-    @property
-    def _weights(self) -> tuple[Any, Any, Any]:
-        state = self.outcome.state
-        return state.trainable, state.model_state, state.frozen
+        return self.outcome.spec.assemble(*self.outcome.state.model_arrays)
 
     def generate(
         self,
@@ -145,13 +134,13 @@ class Fitted:
         Raises:
           ConfigError: it has none; as `decoding.TokenGenerator`.
         """
-        outcome = self.outcome
-        write = text_generator(outcome.config, outcome.spec, outcome.mesh, outcome.rules)
-        if write is None:
+        outcome, sampling = self.outcome, sampling or SamplingConfig()
+        generate = text_generator(outcome.config, outcome.spec, outcome.built)
+        if generate is None:
             name = outcome.spec.model_class.__name__
             raise ConfigError(f"{name} has no init_cache and decode; use `model`")
-        sampling = sampling or SamplingConfig()
-        return write(self._weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
+        weights = outcome.state.model_arrays
+        return generate(weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
 
     def __repr__(self) -> str:
         losses = [row["loss"] for row in self.metrics.train]
@@ -186,11 +175,6 @@ def _builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
     return (lambda rngs: make(rngs=rngs) if by_name else make(rngs)), None
 
 
-def _name(model: Model, build: Build) -> str:
-    made = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
-    return f"{made.__module__}.{made.__qualname__}"
-
-
 def _optimizer_values(optimizer: Any) -> dict[str, Any]:
     if isinstance(optimizer, OptimizerConfig):
         return vars(optimizer)
@@ -199,7 +183,8 @@ def _optimizer_values(optimizer: Any) -> dict[str, Any]:
             f"optimizer: {type(optimizer).__name__}; required a transformation of optax, e.g. "
             f"optax.adamw(3e-4), or jaxdist.OptimizerConfig(...)"
         )
-    return _OWN
+    # The rate, its schedule and all else are the transformation's own.
+    return {"name": "given", "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
 def _config(

@@ -7,7 +7,7 @@ hooks at the same steps, so a hook may run programs on all devices.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxdist.step.state import Metrics, State
 from jaxdist.trainer.restore import Progress
@@ -36,30 +36,26 @@ class StepView:
         self.stop_reason = reason
 
 
-class Hook(Protocol):
-    """Is called after the steps that are due, and once more after the last one."""
+@dataclass
+class Hook:
+    """A function that is called after some steps; see `every`."""
+
+    steps: int
+    function: Callable[[StepView], None]
+    at_end: bool
+    called_at: int = field(default=-1, init=False)  # the last step that it was called after
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to call the hook after an update; must be the same on all processes."""
+        """Returns whether to call the hook after an update; the same on all processes."""
+        return self.steps > 0 and step % self.steps == 0
 
     def __call__(self, view: StepView) -> None:
-        """Does its work. `view.last` is set once the run ends, whether the step is due or not."""
-
-
-class _Every:
-    def __init__(self, steps: int, function: Callable[[StepView], None], at_end: bool):
-        self._steps, self._function, self._at_end = steps, function, at_end
-        self._called_at = -1
-
-    def is_due(self, step: int) -> bool:
-        return self._steps > 0 and step % self._steps == 0
-
-    def __call__(self, view: StepView) -> None:
-        at_end = self._at_end and self._steps > 0 and view.last
-        wanted = not view.interrupted and (at_end or self.is_due(view.step))
-        if wanted and view.step != self._called_at:
-            self._function(view)
-            self._called_at = view.step
+        """Calls the function if the step is due. The loop does so once more after the last step."""
+        at_end = self.at_end and self.steps > 0 and view.last
+        due = not view.interrupted and (at_end or self.is_due(view.step))
+        if due and view.step != self.called_at:
+            self.function(view)
+            self.called_at = view.step
 
 
 def every(steps: int, function: Callable[[StepView], None], *, at_end: bool = False) -> Hook:
@@ -68,4 +64,4 @@ def every(steps: int, function: Callable[[StepView], None], *, at_end: bool = Fa
     Args:
       at_end: also after the last step. A run that a signal ends does not wait for the function.
     """
-    return _Every(steps, function, at_end)
+    return Hook(steps, function, at_end)

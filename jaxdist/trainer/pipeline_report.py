@@ -5,7 +5,7 @@ All by arithmetic from the schedule's own table and the model's FLOPs: nothing i
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -20,14 +20,11 @@ from jaxdist.trainer.build import batch_shapes, staging, targets_per_sample
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
-MOST_DRAWN = 4096  # ops; a longer timeline shows nothing
-
 
 @dataclass(frozen=True)
 class PipelineEstimate:
     """A run's pipeline; costs are FLOPs per token of a microbatch."""
 
-    name: str  # pipeline.schedule
     schedule: Schedule
     costs: Costs
     simulation: Simulation
@@ -46,21 +43,20 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     if cut is None:
         return None
     layer, head = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))  # of a token
-    placed = {name: rules.stored(names, x.shape) for name, (x, names) in spec.named_parameters().items()}
-    split = any("pipeline" in axes_in(entry) for where in placed.values() for entry in where)
-    edges: Literal["sharded", "last"] = "sharded" if split else "last"
+    specs = (rules.stored(names, x.shape) for x, names in spec.named_parameters().values())
+    split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
+    edge = head / cut.stages if split else head  # without a split vocabulary each stage does all of it
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
-    # Where the vocabulary is not split over stages, each does all of it.
-    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=head / cut.stages if split else head)
+    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge)
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
-    costs = Costs(forward=chunks, backward=back, head=3 * head, edges=edges)
+    costs = Costs(forward=chunks, backward=back, head=3 * head, edges="sharded" if split else "last")
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
     kept = depth if cut.remat == "layers" else 1
-    return PipelineEstimate(config.schedule, schedule, costs, simulate(schedule, costs), loads, kept)
+    return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
 
 
 def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
@@ -85,7 +81,7 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
     chunks = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
     each = run.batch.global_size // (run.batch.accumulation * rules.shape.batch_shards)
     yield (
-        f"pipeline: {estimate.name}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
+        f"pipeline: {run.pipeline.schedule}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
         f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
         f"{max(result.live_inputs)} inputs{f' x {estimate.kept} layers' if estimate.kept > 1 else ''} of "
         f"{each // plan.microbatches} sequences a device"
@@ -103,9 +99,8 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
 
 def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
     """Yields what embedding and head cost where they are not shared out, or where that is slow."""
-    shared, whole = (
-        simulate(estimate.schedule, replace(estimate.costs, edges=kind)).time for kind in ("sharded", "last")
-    )
+    costs = [replace(estimate.costs, edges=kind) for kind in ("sharded", "last")]
+    shared, whole = (simulate(estimate.schedule, each).time for each in costs)
     longer = f"{whole / shared - 1:.1%}"
     if estimate.costs.edges == "last":
         yield f"  every stage does the whole embedding and head, which lengthens the step by {longer}"
@@ -124,7 +119,7 @@ def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
     result, plan = estimate.simulation, estimate.schedule
     sizes = {"stages": plan.stages, "microbatches": plan.microbatches, "chunks": plan.chunks}
     counts = {"ticks": result.ticks, "bubble": result.bubble, "live_inputs": max(result.live_inputs)}
-    description: dict[str, Any] = {"pipeline": {"schedule": estimate.name} | sizes | counts}
-    if (plan.table >= 0).sum() <= MOST_DRAWN:
+    description: dict[str, Any] = {"pipeline": {"schedule": run.pipeline.schedule} | sizes | counts}
+    if (plan.table >= 0).sum() <= 4096:  # ops; a longer timeline shows nothing
         description["timeline_svg"] = draw_svg(plan, estimate.costs, width=1160)
     return description

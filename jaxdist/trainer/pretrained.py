@@ -77,15 +77,14 @@ def init_state(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdo
     watch.at("restore")
     source = Path(config.init.from_huggingface).expanduser()
     wanted = base_parameters(config, built.views.abstract)
-    tensors, fault, factors = None, None, {}
     try:
         tensors = interop.open_weights(source, config.model_options, {p: x.shape for p, x in wanted.items()})
         factors = _adapter(config, tensors.family, built.views.abstract)
     except ConfigError as error:
-        fault = error
-    consistency.agree(lambda: {"init.from_huggingface": fault or tensors is None or tensors.sizes()})
-    if fault or tensors is None:
-        raise fault or AssertionError("a fault is all that leaves no tensors")
+        fault = str(error)
+        consistency.agree(lambda: {"init.from_huggingface": fault})
+        raise
+    consistency.agree(lambda: {"init.from_huggingface": tensors.sizes()})
     if jax.process_index() == 0:
         interop.copy_small_files(source, folder / interop.KEPT)
         if (kind := interop.read_config(source).get("model_type")) not in interop.FAMILIES:

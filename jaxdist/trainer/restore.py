@@ -3,30 +3,29 @@
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manager as checkpoints
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager, Restored
+from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
-from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import pretrained, workdir
-from jaxdist.trainer.run_config import Build, RunConfig, run_fingerprint
+from jaxdist.trainer import build, pretrained, workdir
+from jaxdist.trainer.run_config import Build, RunConfig
 
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
 
@@ -41,11 +40,11 @@ class Progress:
 
 
 class UserInputs(NamedTuple):
-    """What a caller hands over; it stands for what the config names."""
+    """What a caller hands over instead of what the config names; None: the config's."""
 
-    build: Build
-    dataset: Dataset
-    optimizer: optax.GradientTransformation | None = None  # None: the config's
+    build: Build | None = None
+    dataset: Dataset | None = None
+    optimizer: optax.GradientTransformation | None = None
     initial: Mapping[str, np.ndarray] | None = None  # path -> value that the model begins with
 
 
@@ -54,8 +53,6 @@ class TrainResult(NamedTuple):
 
     config: RunConfig
     spec: ModelSpec
-    mesh: Mesh
-    rules: Rules
     built: TrainStep
     state: State
     stopped: str  # why it ended early; "" if it did not
@@ -68,7 +65,7 @@ def init_or_restore(
     store: CheckpointManager,
     folder: Path,
     watch: Watchdog,
-    inputs: UserInputs | None = None,
+    initial: Mapping[str, np.ndarray] | None,
 ) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
@@ -77,7 +74,7 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
-        compiled = pool.submit(_compile, config, built, dataset)
+        compiled = pool.submit(_compile, config, built)
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
         if not coordination.broadcast(folders.has_steps(store.folder)):
@@ -86,15 +83,18 @@ def init_or_restore(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
                 )
-            if inputs and inputs.initial:
-                state = built.init(_placed(inputs.initial, built))
+            if initial:
+                state = built.init(_placed(initial, built))
             else:
                 state = pretrained.init_state(config, built, folder, watch)
             progress, windows = Progress(), []
         else:
             watch.at("restore")
             library.result()
-            restored = store.restore(built.views.abstract)
+            try:
+                restored = store.restore(built.views.abstract)
+            except LayoutError as error:
+                raise ConfigError(error.faults) from error
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])
@@ -111,18 +111,19 @@ def init_or_restore(
 def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
     """Returns the model's first values on the devices, each laid out as the run has it."""
     flat = built.views.abstract
-    named = [trees.flatten_names(tree) for tree in (flat.trainable, flat.model_state, flat.frozen)]
-    shardings = {path: x.sharding for tree in named for path, x in tree.items()}
-    return {path: jax.device_put(np.asarray(value), shardings[path]) for path, value in initial.items()}
+    abstract = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.model_state)
+    abstract |= trees.flatten_names(flat.frozen)
+    return {path: jax.device_put(np.asarray(x), abstract[path].sharding) for path, x in initial.items()}
 
 
-def _compile(config: RunConfig, built: TrainStep, dataset: Dataset) -> None:
-    """Compiles the train step for the dataset's batches.
+def _compile(config: RunConfig, built: TrainStep) -> None:
+    """Compiles the train step for the run's batches.
 
     The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
     object itself costs the host a fifth more at every step.)
     """
-    lowered = built.step.lower(built.abstract_state, abstract_batch(config, built, dataset))
+    batch = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
+    lowered = built.step.lower(built.abstract_state, batch)
     with initialize.lead_first("step"):
         lowered.compile()
 
@@ -132,21 +133,7 @@ def _prepare(store: CheckpointManager, built: TrainStep) -> None:
         store.prepare(built.views.abstract)
 
 
-def abstract_batch(config: RunConfig, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
-    """Returns shapes, dtypes and shardings of the global batch."""
-    size = config.batch.global_size
-    rows = dataset.train_batch(0, size, slice(0, 1))
-    whole = {n: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for n, x in rows.items()}
-    return built.abstract_batch(whole)
-
-
 # --- going back ---------------------------------------------------------------------------------
-
-
-def checkpoint_metadata(config: RunConfig, progress: Progress, dataset: SkippingDataset) -> dict[str, Any]:
-    """Returns what a checkpoint says beside its arrays, see `init_or_restore`."""
-    fingerprints = {"config": run_fingerprint(config), "data": dataset.fingerprint}
-    return {"progress": asdict(progress), "fingerprints": fingerprints, SKIPPED: dataset.windows}
 
 
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:

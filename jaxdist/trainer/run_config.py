@@ -126,9 +126,7 @@ HARMLESS = (
 
 def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
     """Returns the patterns of keys whose change leaves the losses what they are."""
-    if schedules.depends_on_train_steps(run.optimizer):
-        return HARMLESS
-    return (*HARMLESS, "train.steps")
+    return HARMLESS if schedules.depends_on_train_steps(run.optimizer) else (*HARMLESS, "train.steps")
 
 
 def run_fingerprint(run: RunConfig) -> str:

@@ -32,32 +32,27 @@ class MetricsWindow:
     paused_s: float = 0.0  # spent in pauses since
 
 
+@dataclass
 class StepLog:
     """Records steps in order, each a few steps after it was started; keeps `progress` up to date.
 
     A row of metrics covers the steps since the row before. Time in `paused` is not training time.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        progress: Progress,
-        writer: Writers,
-        display: Display,
-        throughput: Throughput,
-        samples: Callable[[int], tuple[int, int]],
-    ):
-        """Args:
-        samples: first and last global sample index of a step's batch.
-        """
-        self._train, self._progress, self._throughput = config.train, progress, throughput
-        self._writer, self._display = writer, display
+    config: RunConfig
+    progress: Progress
+    writer: Writers
+    display: Display
+    throughput: Throughput
+    samples: Callable[[int], tuple[int, int]]  # first and last global sample index of a step's batch
+
+    def __post_init__(self) -> None:
         self._monitor = Monitor(
-            config.health,
-            nonfinite_limit=config.optimizer.nonfinite_limit,
-            samples=samples,
-            event=writer.event,
-            note=display.note,
+            self.config.health,
+            nonfinite_limit=self.config.optimizer.nonfinite_limit,
+            samples=self.samples,
+            event=self.writer.event,
+            note=self.display.note,
         )
         self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
         self._tokens: list[jax.Array] = []  # weighted targets of the steps recorded since the last row
@@ -66,15 +61,15 @@ class StepLog:
         """Starts the clock for the steps after `progress.step`, which take the loader's batches."""
         self._pending.clear()
         self._tokens.clear()
-        self._loader, self._stragglers = loader, straggler.Pace(self._writer.event)
-        progress, waited_s = self._progress, self._monitor.waited_s
+        self._loader, self._stragglers = loader, straggler.Pace(self.writer.event)
+        progress, waited_s = self.progress, self._monitor.waited_s
         self._window = MetricsWindow(
             time.monotonic(), progress.step, progress.tokens_seen, device_wait_s=waited_s
         )
 
     def rewind(self) -> None:
         """Forgets the losses after `progress.step`, to which the run has gone back."""
-        self._monitor.rewound(self._progress.step)
+        self._monitor.rewound(self.progress.step)
 
     def add_step(self, number: int, state: State, metrics: Metrics) -> None:
         """Takes the outputs of a step that has just been started, and records the steps long done.
@@ -97,38 +92,38 @@ class StepLog:
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
         self._monitor.look(number, metrics)  # waits until the step is done
-        self._progress.step = number
+        self.progress.step = number
         self._tokens.append(metrics["tokens"])
-        self._display.step(number)
-        if number in (1, self._train.steps) or number % self._train.log_every == 0:
+        self.display.step(number)
+        if number in (1, self.config.train.steps) or number % self.config.train.log_every == 0:
             self._write_row(number, metrics)
 
     def _write_row(self, number: int, metrics: Metrics) -> None:
         now, window = time.monotonic(), self._window
         self._count_tokens()
-        seen, waited_s = self._progress.tokens_seen, self._monitor.waited_s
+        seen, waited_s = self.progress.tokens_seen, self._monitor.waited_s
         seconds, steps = now - window.began - window.paused_s, number - window.step
         values = {name: x.item() for name, x in jax.device_get(metrics).items()}
         del values["tokens"], values["skipped"]
         row = values | {"tokens_seen": seen}
-        row |= self._throughput.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
+        row |= self.throughput.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
         row |= self._stragglers.row(
             number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
         )
-        self._progress.elapsed_s += seconds
+        self.progress.elapsed_s += seconds
         self._window = MetricsWindow(now, number, seen, self._loader.data_wait_s, waited_s)
-        self._writer.write(number, row)
-        self._display.row(number, row)
+        self.writer.write(number, row)
+        self.display.row(number, row)
 
     def _count_tokens(self) -> None:
-        self._progress.tokens_seen += sum(int(count) for count in jax.device_get(self._tokens))
+        self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self._tokens))
         self._tokens.clear()
 
     def elapsed_s(self) -> float:
         """Returns the seconds that the run has trained, restarts included."""
         window = self._window
-        return self._progress.elapsed_s + time.monotonic() - window.began - window.paused_s
+        return self.progress.elapsed_s + time.monotonic() - window.began - window.paused_s
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Progress]:
@@ -136,5 +131,5 @@ class StepLog:
         self.drain_metrics()
         began = time.monotonic()
         self._count_tokens()
-        yield replace(self._progress, elapsed_s=self.elapsed_s())
+        yield replace(self.progress, elapsed_s=self.elapsed_s())
         self._window.paused_s += time.monotonic() - began

@@ -2,18 +2,18 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import extras, schema
 from jaxdist.data import Dataset, SourceError
-from jaxdist.data.loader import Loader
 from jaxdist.distributed import consistency, coordination
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience import elastic, preemption
 from jaxdist.resilience.health import Diverged, SkippingDataset
@@ -23,13 +23,13 @@ from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
-from jaxdist.telemetry.metrics import MetricsWriter, Throughput, Writers
+from jaxdist.telemetry.metrics import MetricsWriter, Writers
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build as run_build
-from jaxdist.trainer import final_outputs, pipeline_report, restore, validation, workdir
+from jaxdist.trainer import build, pipeline_report, restore, validation, workdir
+from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.hooks import Hook, StepView, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, run_fingerprint
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
@@ -80,34 +80,33 @@ def train(
     preemption.refuse_unjoined()
     devices = jax.devices() if devices is None else devices
     requested, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
-    build, optimizer = (inputs.build, inputs.optimizer) if inputs else (None, None)
-    _, rules, spec = validation.validate(config, devices, with_data=inputs is None, build=build)
+    inputs = inputs or UserInputs()
+    _, rules, spec = validation.validate(
+        config, devices, with_data=inputs.dataset is None, build=inputs.build
+    )
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
         store = _open_workdir(config, requested, folder, spec, stack)
-        dataset = inputs.dataset if inputs else run_build.open_data(config, folder, watch.lively(_log))
+        dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
-        _describe(config, spec, rules, devices, dataset, folder)
         mesh = build_mesh(config.mesh, devices)
-        built = run_build.build_step(config, spec, mesh, rules, optimizer=optimizer, max_traces=MAX_TRACES)
-        with workdir.logs_bad_checkpoints(folder, enabled=_is_lead()):
-            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
-        state, progress, dataset = start
-        writer = stack.enter_context(contextlib.closing(_writers(config, folder, progress)))
-        display = stack.enter_context(_display(config, progress, title))
-        throughput = workdir.throughput(config, spec, devices)
-        trainer = Trainer(
-            config, folder, built, dataset, store, progress, writer, display, throughput, watch, hooks
-        )
-        state = trainer.train(state)
-        if trainer.finished:
-            generate = run_build.text_generator(config, spec, mesh, rules)
-            flat, tokenizer = built.views.flat(state), dataset.tokenizer
-            final_outputs.write_final_outputs(config, folder, flat, display, tokenizer, generate)
-        return TrainResult(config, spec, mesh, rules, built, state, trainer.stopped)
+        built = build.build_step(config, spec, mesh, rules, optimizer=inputs.optimizer, max_traces=MAX_TRACES)
+        _describe(config, spec, built, dataset, folder)
+        try:
+            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs.initial)
+        except CheckpointError as error:  # the run never begins, but its events say why
+            with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
+                for step, reason in error.steps.items():
+                    events.event("bad_checkpoint", step, reason=reason)
+            raise
+        state, progress, skipping = start
+        trainer = Trainer(config, folder, spec, built, skipping, store, progress, watch, hooks, title)
+        with contextlib.closing(trainer.writer), trainer.display:
+            state = trainer.train(state)
+        return TrainResult(config, spec, built, state, trainer.stopped)
 
 
 def _is_lead() -> bool:
@@ -140,70 +139,51 @@ def _open_workdir(
     return store
 
 
-def _describe(
-    config: RunConfig,
-    spec: ModelSpec,
-    rules: Rules,
-    devices: Sequence[jax.Device],
-    dataset: Dataset,
-    folder: Path,
-) -> None:
+def _describe(config: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, folder: Path) -> None:
     """Writes run.json and prints what the run will do."""
+    rules, devices = built.rules, built.mesh.devices
     if _is_lead():
-        description = workdir.describe_run(config, spec, rules, devices, dataset)
+        description = workdir.describe_run(config, spec, built, dataset)
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
-    shape, counts = rules.shape, run_build.counts(config, spec)
-    _log(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind}); {counts}")
-    _log(run_build.batch_arithmetic(config, shape))
+    counts = build.counts(config, spec)
+    _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
+    _log(build.batch_arithmetic(config, rules.shape))
     for line in pipeline_report.lines(config, spec, rules):
         _log(line)
 
 
-def _writers(config: RunConfig, folder: Path, progress: Progress) -> Writers:
-    writers: list = [MetricsWriter(folder, enabled=_is_lead())]
-    if config.train.tensorboard:
-        module = extras.load("jaxdist.telemetry.tensorboard")
-        writers.append(module.TensorBoardWriter(folder, enabled=_is_lead(), first_step=progress.step))
-    return Writers(*writers)
-
-
-def _display(config: RunConfig, progress: Progress, title: str) -> Display:
-    minutes = config.train.max_minutes
-    return Display(
-        total_steps=config.train.steps,
-        first_step=progress.step,
-        title=title,
-        enabled=_is_lead(),
-        max_seconds=60 * minutes - progress.elapsed_s if minutes else None,
-    )
-
-
+@dataclass
 class Trainer:
     """The loop of a run: it reads the metrics of a step only when the next ones are on their way."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        built: TrainStep,
-        dataset: SkippingDataset,
-        store: CheckpointManager,
-        progress: Progress,
-        writer: Writers,
-        display: Display,
-        throughput: Throughput,
-        watch: Watchdog,
-        hooks: Sequence[Hook],
-    ):
-        self.config, self.folder, self.built = config, folder, built
-        self.dataset, self.store, self.progress = dataset, store, progress
-        self.writer, self.display, self.watch = writer, display, watch
-        self.log = StepLog(config, progress, writer, display, throughput, self._samples)
-        self.saver = Saver(store, built.views, writer, display, self._checkpoint_metadata)
-        evaluation = every(config.train.eval_every, self._evaluate, at_end=True)
-        self.hooks = [*hooks, evaluation]  # the saver comes after them: it saves what a hook requests
-        self.stopped = ""  # why the run ended early
-        self.finished = False  # whether it came to its end now
+    config: RunConfig
+    folder: Path
+    spec: ModelSpec
+    built: TrainStep
+    dataset: SkippingDataset
+    store: CheckpointManager
+    progress: Progress
+    watch: Watchdog
+    hooks: Sequence[Hook]
+    title: str
+    stopped: str = field(default="", init=False)  # why the run ended early
+
+    def __post_init__(self) -> None:
+        train, first_step, lead = self.config.train, self.progress.step, _is_lead()
+        writers: list[Any] = [MetricsWriter(self.folder, enabled=lead)]
+        if train.tensorboard:
+            tensorboard = extras.load("jaxdist.telemetry.tensorboard")
+            writers.append(tensorboard.TensorBoardWriter(self.folder, enabled=lead, first_step=first_step))
+        self.writer = writer = Writers(*writers)
+        left_s = 60 * train.max_minutes - self.progress.elapsed_s if train.max_minutes else None
+        self.display = display = Display(
+            total_steps=train.steps, first_step=first_step, title=self.title, max_seconds=left_s, enabled=lead
+        )
+        throughput = workdir.throughput(self.config, self.spec, self.built.mesh)
+        self.log = StepLog(self.config, self.progress, writer, display, throughput, self._samples)
+        self.saver = Saver(self.store, self.built.views, writer, display, self._checkpoint_metadata)
+        evaluation = every(train.eval_every, self._evaluate, at_end=True)
+        self.hooks = [*self.hooks, evaluation]  # the saver comes after them: it saves what a hook requests
 
     def train(self, state: State) -> State:
         """Returns the state after the last step, or after the step in which a signal asked to stop.
@@ -236,7 +216,9 @@ class Trainer:
             return state
         self.writer.event("stop", self.progress.step, reason=reason)
         self._enter_phase("end", self.progress.step)
-        self.finished = True
+        generate = build.text_generator(self.config, self.spec, self.built)
+        flat, tokenizer = self.built.views.flat(state), self.dataset.tokenizer
+        write_final_outputs(self.config, self.folder, flat, self.display, tokenizer, generate)
         return state
 
     def _train_through_faults(self, state: State, signals: StopSignals) -> tuple[State, str]:
@@ -260,9 +242,10 @@ class Trainer:
           Diverged: a step went wrong.
         """
         last, reason = self.config.train.steps, ""
-        with self._open_loader("train", self.progress.step) as loader:
+        first = self.progress.step
+        with build.open_loader(self.config, self.built, self.dataset, "train", first) as loader:
             self.log.begin(loader)
-            for number in range(self.progress.step + 1, last + 1):
+            for number in range(first + 1, last + 1):
                 self._enter_phase("data", number)
                 batch = next(loader)
                 self._enter_phase("step", number)
@@ -299,7 +282,7 @@ class Trainer:
 
     def _evaluate(self, view: StepView) -> None:
         self.display.status("evaluating")
-        with self._open_loader("validation", 0) as batches:
+        with build.open_loader(self.config, self.built, self.dataset, "validation") as batches:
             watched = self.watch.over(batches, "evaluate", view.step, view.step)
             result = evaluate(self.built.evaluate, view.state, watched)
         row = {"eval_loss": result.loss, "eval_tokens": result.tokens}
@@ -333,7 +316,9 @@ class Trainer:
         return self.built.views.staged(state)
 
     def _checkpoint_metadata(self, progress: Progress) -> dict[str, Any]:
-        return restore.checkpoint_metadata(self.config, progress, self.dataset)
+        fingerprints = {"config": run_fingerprint(self.config), "data": self.dataset.fingerprint}
+        skipped = {restore.SKIPPED: self.dataset.windows}
+        return {"progress": asdict(progress), "fingerprints": fingerprints, **skipped}
 
     def _samples(self, number: int) -> tuple[int, int]:
         """Returns the first and the last global sample index that a step takes."""
@@ -366,14 +351,3 @@ class Trainer:
         if not minutes or number % self.config.train.log_every:
             return False
         return coordination.broadcast(self.log.elapsed_s() >= 60 * minutes)
-
-    def _open_loader(self, split: str, start: int) -> Loader:
-        batch = restore.abstract_batch(self.config, self.built, self.dataset)
-        return Loader(
-            self.dataset,
-            global_size=self.config.batch.global_size,
-            shardings={name: x.sharding for name, x in batch.items()},
-            start=start,
-            prefetch=self.config.data.prefetch,
-            split=split,
-        )

@@ -12,19 +12,12 @@ from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
 from jaxdist.optim.config import warmup_faults
-from jaxdist.parallel.mesh import MeshConfig, MeshShape, count_slices, resolve_mesh
+from jaxdist.parallel.mesh import MeshShape, count_slices, resolve_mesh
 from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.model_checks import check_model
-from jaxdist.trainer.build import (
-    batch_shapes,
-    model_spec,
-    num_microbatches,
-    placements,
-    shares_vocabulary,
-    staging,
-)
+from jaxdist.trainer import build as run_build
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -32,13 +25,13 @@ def validate(
     run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
-    checked = validate_on(run, len(devices), _num_slices(run.mesh, devices), with_data=with_data, build=build)
-    shape, _, spec = checked
-    parts, stages = run.batch.accumulation * num_microbatches(run, shape), shape.sizes["pipeline"]
+    slices = count_slices(devices) if devices[0].platform == "tpu" else None
+    checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
+    parts, stages = run.batch.accumulation * run_build.num_microbatches(run, shape), shape.sizes["pipeline"]
     options = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
     key = repr((*options, parts, stages))
     if build or key not in _examined:
-        batch = batch_shapes(run, run.batch.global_size // parts)
+        batch = run_build.batch_shapes(run, run.batch.global_size // parts)
         if faults := check_model(spec, batch, accumulation=run.batch.accumulation, stages=stages):
             raise ConfigError(faults)
         if not build:
@@ -72,33 +65,26 @@ def validate_on(
     for part in ("lora", "optimizer"):  # their patterns choose parameters
         unbuildable += schema.faults(getattr(run, part), f"{part}.")
     faults = list(dict.fromkeys([*faults, *unbuildable, *_faults(run)]))
+    if num_slices is None:
+        num_slices = math.prod(n for axis, n in vars(run.mesh.dcn).items() if axis != "force" and n > 1)
     shape = None
     try:
-        shape = resolve_mesh(run.mesh, num_devices, num_slices or _asked_slices(run.mesh))
+        shape = resolve_mesh(run.mesh, num_devices, num_slices)
     except ConfigError as error:
         faults += error.faults
     if shape is None or unbuildable:
         raise ConfigError(faults)
-    spec = model_spec(run, build)
+    spec = run_build.model_spec(run, build)
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
-    rules = build_rules(run.mesh, shape, vocab_over_stages=shares_vocabulary(run, spec))
+    rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
     misfits = list(_pipeline_faults(run, shape, spec))
     try:
-        place(spec.named_parameters(), rules) if misfits else placements(run, spec, rules)
+        place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)
     except ConfigError as error:
         misfits += _merged(error.faults)
     if faults + misfits:
         raise ConfigError(faults + misfits)
     return shape, rules, spec
-
-
-def _num_slices(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh asks for."""
-    return count_slices(devices) if devices[0].platform == "tpu" else _asked_slices(mesh)
-
-
-def _asked_slices(mesh: MeshConfig) -> int:
-    return math.prod(n for axis, n in vars(mesh.dcn).items() if axis != "force" and n > 1)
 
 
 def _merged(faults: Iterable[str]) -> list[str]:
@@ -115,38 +101,26 @@ def _merged(faults: Iterable[str]) -> list[str]:
 
 def _faults(run: RunConfig) -> Iterator[str]:
     """Yields which values of different components do not go together, on any devices."""
-    yield from _sample_faults(run)
-    if run.train.tensorboard and find_spec("tensorboardX") is None:
-        yield 'train.tensorboard needs tensorboardX: pip install "jaxdist[tensorboard]"'
-    yield from warmup_faults(run.optimizer, run.train.steps)
-    if run.lora.from_peft and not run.init.from_huggingface:
-        yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
-    yield from _sequence_faults(run)
-
-
-def _sample_faults(run: RunConfig) -> Iterator[str]:
-    train, most = run.train, getattr(run.model_config, "max_length", None)
+    train, length = run.train, run.batch.sequence_length
+    longest = getattr(run.model_config, "max_length", None)
+    learned = " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
-    longest = len(train.sample_prompt.encode()) + train.sample_tokens
-    if train.sample_tokens and most and most < longest:
+    if train.sample_tokens and longest and longest < len(train.sample_prompt.encode()) + train.sample_tokens:
         yield (
             f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the model's longest "
-            f"sequence, {most}{_cure_of_length(run)}; lower it"
+            f"sequence, {longest}{learned}; lower it"
         )
-
-
-def _sequence_faults(run: RunConfig) -> Iterator[str]:
-    most, length = getattr(run.model_config, "max_length", None), run.batch.sequence_length
-    if most and most < length:
+    if longest and longest < length:
         yield (
-            f"batch.sequence_length={length} exceeds the model's longest sequence, {most}"
-            f"{_cure_of_length(run)}; shorten the sequence"
+            f"batch.sequence_length={length} exceeds the model's longest sequence, {longest}{learned}; "
+            f"shorten the sequence"
         )
-
-
-def _cure_of_length(run: RunConfig) -> str:
-    return " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
+    if train.tensorboard and find_spec("tensorboardX") is None:
+        yield 'train.tensorboard needs tensorboardX: pip install "jaxdist[tensorboard]"'
+    yield from warmup_faults(run.optimizer, train.steps)
+    if run.lora.from_peft and not run.init.from_huggingface:
+        yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 
 
 def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
@@ -159,13 +133,13 @@ def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Itera
             f"write it so, or set mesh.pipeline=1"
         )
         return
-    cut = staging(run, spec, shape)
+    cut = run_build.staging(run, spec, shape)
     assert cut is not None
     yield from cut.faults()
 
 
 def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
-    batch, flow = run.batch, num_microbatches(run, shape)
+    batch, flow = run.batch, run_build.num_microbatches(run, shape)
     unit = batch.accumulation * flow * shape.batch_shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
         return

@@ -3,13 +3,14 @@
 import contextlib
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 import jaxdist
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
@@ -20,12 +21,12 @@ from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution
-from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
+from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import atomic, lock
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.telemetry.metrics import MetricsWriter, Throughput, read_events
+from jaxdist.telemetry.metrics import Throughput, read_events
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
 from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resume, run_fingerprint
 
@@ -36,10 +37,7 @@ CHECKPOINTS = "checkpoints"
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
     """Returns where the checkpoints of the run in `folder` are."""
-    return _checkpoints(folder, config.checkpoint.folder)
-
-
-def _checkpoints(folder: Path, chosen: str) -> Path:
+    chosen = config.checkpoint.folder
     return as_path(chosen) if chosen else folder / CHECKPOINTS
 
 
@@ -53,18 +51,6 @@ def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
         return CheckpointManager(checkpoints_folder(folder, config), config.checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"{error}; give a --workdir or checkpoint.folder that can") from error
-
-
-@contextlib.contextmanager
-def logs_bad_checkpoints(folder: Path, *, enabled: bool) -> Iterator[None]:
-    """Writes the events of a run that has no usable checkpoint, and so never begins."""
-    try:
-        yield
-    except CheckpointError as error:
-        with contextlib.closing(MetricsWriter(folder, enabled=enabled)) as events:
-            for step, reason in error.steps.items():
-                events.event("bad_checkpoint", step, reason=reason)
-        raise
 
 
 @contextlib.contextmanager
@@ -114,27 +100,23 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     Raises:
       ConfigError: one line per such change.
     """
-    new = schema.to_config_dict(run)
-    goes_on = has_steps(checkpoints_folder(folder, run))
-    if not goes_on and (folder / CONFIG).exists():  # its steps may lie where the config before had them
-        chosen = read_config(folder).checkpoint.folder
-        if chosen != run.checkpoint.folder and has_steps(_checkpoints(folder, chosen)):
-            raise ConfigError(
-                f"checkpoint.folder: the run in {folder} has its checkpoints in "
-                f"{_checkpoints(folder, chosen)}, and {checkpoints_folder(folder, run)} has none; put it "
-                f"back, copy them, or start a new run with another --workdir"
-            )
-    if goes_on and (folder / CONFIG).exists():
-        old = schema.to_config_dict(read_config(folder))
-        allowed = harmless_on_resume(run)
-        faults = [
-            f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
-            f"put it back, or start a new run with another --workdir"
-            for change in schema.diff(old, new)
-            if not any(fnmatch(change.path, pattern) for pattern in allowed)
-        ]
-        if faults:
-            raise ConfigError(faults)
+    new, faults = schema.to_config_dict(run), []
+    if (folder / CONFIG).exists():
+        old, checkpoints = read_config(folder), checkpoints_folder(folder, run)
+        if has_steps(checkpoints):
+            faults = [
+                f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
+                f"put it back, or start a new run with another --workdir"
+                for change in schema.diff(schema.to_config_dict(old), new)
+                if not any(fnmatch(change.path, pattern) for pattern in harmless_on_resume(run))
+            ]
+        elif has_steps(before := checkpoints_folder(folder, old)):
+            faults = [
+                f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
+                f"has none; put it back, copy them, or start a new run with another --workdir"
+            ]
+    if faults:
+        raise ConfigError(faults)
     write_json(folder / CONFIG, new.to_dict())
 
 
@@ -159,26 +141,21 @@ def read_config(folder: Path) -> RunConfig:
     Raises:
       ConfigError: the folder holds no run, or what is no config.
     """
-    stored = _tupled(_stored_config(folder))
-    if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
-        model["target"] = registry.MOVED[model["target"]]
-    if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
-        pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
-    return from_config(stored)
-
-
-def _stored_config(folder: Path) -> dict[str, Any]:
     try:
-        stored = json.loads((folder / CONFIG).read_text())
-        if isinstance(stored, dict):
-            return stored
-        raise ValueError(f"it holds {type(stored).__name__}")
+        stored = _tupled(json.loads((folder / CONFIG).read_text()))
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds {type(stored).__name__}")
     except FileNotFoundError:
         raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
     except ValueError as error:  # no text, no JSON
         raise ConfigError(
             f"{folder / CONFIG} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error
+    if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
+        model["target"] = registry.MOVED[model["target"]]
+    if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
+        pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
+    return from_config(stored)
 
 
 def _tupled(value: Any) -> Any:
@@ -191,18 +168,17 @@ def _tupled(value: Any) -> Any:
 # --- run.json -------------------------------------------------------------------------------------
 
 
-def describe_run(
-    run: RunConfig, spec: ModelSpec, rules: Rules, devices: Sequence[jax.Device], dataset: Dataset
-) -> dict[str, Any]:
+def describe_run(run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
     """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
+    devices = built.mesh.devices
     return {
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"jaxdist": jaxdist.__version__, "python": platform.python_version()},
-        "platform": devices[0].platform,
-        "device_kind": devices[0].device_kind,
-        "num_devices": len(devices),
+        "platform": devices.flat[0].platform,
+        "device_kind": devices.flat[0].device_kind,
+        "num_devices": devices.size,
         "num_processes": jax.process_count(),
-        "mesh": dict(rules.shape.sizes),
+        "mesh": dict(built.rules.shape.sizes),
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
         "parameters": spec.parameter_count,
         "flops_per_token": model_flops(run, spec),
@@ -218,7 +194,7 @@ def describe_run(
                 "copies": placed.replicated_bytes,
                 "why": placed.why,
             }
-            for placed in placements(run, spec, rules)
+            for placed in placements(run, spec, built.rules)
         ],
     }
 
@@ -255,12 +231,12 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
     return less - 6 * spec.trainable_count * bool(run.lora.rank)
 
 
-def throughput(run: RunConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> Throughput:
+def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh) -> Throughput:
     """Returns the meter that turns times into tokens/s and MFU; MFU is None on unknown chips."""
-    chip = chips.chip_for(devices[0].device_kind)
+    chip = chips.chip_for(mesh.devices.flat[0].device_kind)
     flops = model_flops(run, spec)
     return Throughput(
-        num_devices=len(devices),
+        num_devices=mesh.devices.size,
         peak_flops_per_s=chip.peak(run.precision.compute) if chip else None,
         causal_flops_per_token=flops["causal"],
         full_flops_per_token=flops["full"],

@@ -40,7 +40,9 @@ def test_the_average_is_read_and_nothing_else(trained, here, alone):
             np.testing.assert_array_equal(a, b)
         assert run.state.opt_state is None and run.state.ema is None
         assert int(run.state.step) == STEPS
-    assert here.mesh.shape["fsdp"] == here.mesh.shape["tensor"] == 2 and alone.mesh.size == 1
+    assert (
+        here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2 and alone.built.mesh.size == 1
+    )
     leaves = jax.tree.leaves(here.state.trainable)
     where = jax.tree.leaves(here.built.shardings.trainable)
     assert all(x.sharding == s for x, s in zip(leaves, where, strict=True))
@@ -125,7 +127,7 @@ LONG = "the cat sat on a mat while two dogs ran past old t"
 
 
 def test_scores_are_those_of_the_whole_forward_pass(here, alone):
-    assert here.mesh.size == 8 and alone.mesh.size == 1 and here.longest == 32 < len(LONG) == 50
+    assert here.built.mesh.size == 8 and alone.built.mesh.size == 1 and here.longest == 32 < len(LONG) == 50
     pairs = [("the cat ", "sat"), ("the cat", " sat"), ("a é", "é dog"), ("", "cat"), ("a", ""), ("", LONG)]
     pairs += [(LONG, " dogs")] + [("the mat", f" {n} cats") for n in range(9)]  # more than one batch
     batches = []
@@ -184,10 +186,10 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
     flags = ["--from", FOLDERS / family, "--to", tmp_path / "work", "--format", "jaxdist"]
     assert convert.main([str(flag) for flag in flags]) == 0
     run = trained_run.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
-    assert run.mesh.size == 8 and ("local" in run.config.model["layer_pattern"]) == (family == "gemma3")
+    assert run.built.mesh.size == 8 and ("local" in run.config.model["layer_pattern"]) == (family == "gemma3")
     tokens, logits = (np.load(FOLDERS / family / f"{name}.npy") for name in ("tokens", "logits"))
     parts = [window for row in tokens for window in windows(row[:1], row[1:], 64)]
-    found = run._score(run._weights, parts, longest=64)
+    found = run._score(run.state.model_arrays, parts, longest=64)
     every = logits.astype(np.float64)
     every -= np.log(np.exp(every).sum(-1, keepdims=True))
     for row, own, score in zip(tokens, every, found, strict=True):
