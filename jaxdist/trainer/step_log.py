@@ -17,8 +17,6 @@ from jaxdist.telemetry.metrics import Throughput, Writers
 from jaxdist.trainer.restore import Progress
 from jaxdist.trainer.run_config import RunConfig
 
-AHEAD = 3  # steps that may be under way: the device never waits for the host to read metrics
-
 
 @dataclass
 class MetricsWindow:
@@ -79,7 +77,7 @@ class StepLog:
         """
         self._monitor.compare(number, state)
         self._pending.append((number, metrics))
-        self.drain_metrics(AHEAD)
+        self.drain_metrics(under_way=3)  # so that the device never waits for the host to read metrics
 
     def drain_metrics(self, under_way: int = 0) -> None:
         """Waits for all steps but the newest so many, and records each.

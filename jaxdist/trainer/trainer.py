@@ -192,10 +192,11 @@ class Trainer:
           TrainingStopped: losses stayed non-finite, the last checkpoint could not be written.
           SourceError: the data cannot be read.
         """
-        if self._is_over():
+        train, progress = self.config.train, self.progress
+        if progress.step >= train.steps or 0 < 60 * train.max_minutes <= progress.elapsed_s:
             self.display.note(
-                f"{self.folder} is finished at step {self.progress.step}. To go on, raise train.steps where "
-                f"the schedule allows it; to start anew, give another --workdir."
+                f"{self.folder} is finished at step {progress.step}. To go on, raise train.steps where the "
+                f"schedule allows it; to start anew, give another --workdir."
             )
             return state
         self._log_start()
@@ -204,18 +205,18 @@ class Trainer:
                 state, reason = self._train_through_faults(state, signals)
         except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
             cause = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
-            self.writer.event("stop", self.progress.step, reason=cause, error=str(error))
+            self.writer.event("stop", progress.step, reason=cause, error=str(error))
             raise
         if not self.saver.finish():
-            self.writer.event("stop", self.progress.step, reason="save_failed")
+            self.writer.event("stop", progress.step, reason="save_failed")
             message = "the last checkpoint could not be written; free the disk and run again"
             raise TrainingStopped(message, "save_failed")
-        if signals.stopping and self.progress.step < self.config.train.steps:
-            self.writer.event("preempted", self.progress.step)
-            self.stopped = f"stopped after step {self.progress.step}, saved; run again to go on"
+        if signals.stopping and progress.step < train.steps:
+            self.writer.event("preempted", progress.step)
+            self.stopped = f"stopped after step {progress.step}, saved; run again to go on"
             return state
-        self.writer.event("stop", self.progress.step, reason=reason)
-        self._enter_phase("end", self.progress.step)
+        self.writer.event("stop", progress.step, reason=reason)
+        self._enter_phase("end", progress.step)
         generate = build.text_generator(self.config, self.spec, self.built)
         flat, tokenizer = self.built.views.flat(state), self.dataset.tokenizer
         write_final_outputs(self.config, self.folder, flat, self.display, tokenizer, generate)
@@ -241,8 +242,7 @@ class Trainer:
         Raises:
           Diverged: a step went wrong.
         """
-        last, reason = self.config.train.steps, ""
-        first = self.progress.step
+        first, last, reason = self.progress.step, self.config.train.steps, ""
         with build.open_loader(self.config, self.built, self.dataset, "train", first) as loader:
             self.log.begin(loader)
             for number in range(first + 1, last + 1):
@@ -339,11 +339,6 @@ class Trainer:
         if step:
             self.writer.event("restore", step)
             self.display.note(f"resumed after step {step}")
-
-    def _is_over(self) -> bool:
-        """Returns whether the restored run had come to its end, by steps or by time."""
-        train, progress = self.config.train, self.progress
-        return progress.step >= train.steps or 0 < 60 * train.max_minutes <= progress.elapsed_s
 
     def _is_time_up(self, number: int) -> bool:
         """Returns whether the run's time is over; all processes agree."""
