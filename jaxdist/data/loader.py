@@ -25,31 +25,23 @@ class Placer:
     positions) keep their device copy, so a step must not donate its batch.
     """
 
-    def __init__(
-        self, shardings: Mapping[str, Sharding], global_size: int, *, split_reading: bool | None = None
-    ):
+    def __init__(self, shardings: Mapping[str, Sharding], global_size: int):
         """Args:
         shardings: by entry name; dim 0 is the sample.
         global_size: G.
-        split_reading: read only the rows of local devices. None: where some devices are not local.
         """
         self._shardings, self._size = shardings, global_size
-        self._split = jax.process_count() > 1 if split_reading is None else split_reading
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
-        self.rows: slice | np.ndarray = slice(None)  # of the global batch that this process reads
-        if self._split:
-            self.rows = _local_rows(next(iter(shardings.values())), global_size)
-            self._local_row = np.zeros(global_size, np.int64)  # [G] position among the rows read here
-            self._local_row[self.rows] = np.arange(len(self.rows))
+        # [rows] of the global batch that this process reads, and [G] a row's number among them.
+        self.rows = _local_rows(next(iter(shardings.values())), global_size)
+        self._local_row = np.zeros(global_size, np.int64)
+        self._local_row[self.rows] = np.arange(len(self.rows))
 
     def __call__(self, batch: Batch) -> DeviceBatch:
         """Returns global arrays made of the rows `self.rows`."""
         kept = {name: array for name, (host, array) in self._kept.items() if batch.get(name) is host}
         new = {name: values for name, values in batch.items() if name not in kept}
-        if self._split:
-            placed = {name: self._assemble(values, self._shardings[name]) for name, values in new.items()}
-        else:
-            placed = jax.device_put(new, {name: self._shardings[name] for name in new})
+        placed = {name: self._assemble(values, self._shardings[name]) for name, values in new.items()}
         for name, array in placed.items():
             if not new[name].flags.writeable:
                 self._kept[name] = new[name], array
@@ -89,11 +81,10 @@ class Loader:
         split: str = "train",
         start: int = 0,
         prefetch: int = 2,
-        split_reading: bool | None = None,
     ):
         """Args:
         global_size: G, sequences per batch.
-        shardings, split_reading: see Placer.
+        shardings: see Placer.
         split: "train" or "validation".
         start: first step (updates finished before it), or first held-out batch.
         prefetch: batches ready at most; 0 = read in the caller, no thread.
@@ -103,7 +94,7 @@ class Loader:
         self._read = source.train_batch if training else source.validation_batch
         self._stop = None if training else source.num_validation_batches(global_size)
         self._name, self._size = source.name, global_size
-        self._placer = Placer(shardings, global_size, split_reading=split_reading)
+        self._placer = Placer(shardings, global_size)
         self.step = start  # of the batch that `next` returns
         self.data_wait_s = 0.0
         self._closed = False

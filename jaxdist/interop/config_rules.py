@@ -38,16 +38,15 @@ class Source:
         """Returns a field of a kind: bool, int (>= 0) or float (> 0, any number); null is the default."""
         value = self.take(key, default)
         value = default if value is None and default is not REQUIRED else value
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if kind is bool and not isinstance(value, bool) or kind is int and not (whole and value >= 0):
-            why = "true or false" if kind is bool else "a whole number"
-        elif kind is float and not (whole or isinstance(value, float)) or value != value or value < 0:
-            why = "a number > 0"
-        else:
-            return value
         if value is None and default is None:
             return None
-        return self.refuse(key, value, f"{why} is required", 1)
+        if kind is bool:
+            legal, why = isinstance(value, bool), "true or false"
+        elif kind is int:
+            legal, why = type(value) is int and value >= 0, "a whole number"
+        else:
+            legal, why = type(value) in (int, float) and value >= 0, "a number > 0"
+        return value if legal else self.refuse(key, value, f"{why} is required", 1)
 
     def refuse(self, key: str, value: Any, why: str, instead: Any = None) -> Any:
         """Notes a fault of a field; returns `instead`."""

@@ -126,14 +126,14 @@ _POST_NORMS = _norms(
     post_attention_layernorm="attention_post_norm", post_feedforward_layernorm="mlp_post_norm"
 )
 _BOTH_NORMS = _norms(input_layernorm="attention_norm", pre_feedforward_layernorm="mlp_norm") | _POST_NORMS
-_HEAD_NORMS = {
-    _L + "self_attn.q_norm.weight": "attention/query_norm/scale N -> N",
-    _L + "self_attn.k_norm.weight": "attention/key_norm/scale N -> N",
-}
-_PROJECTION_NORMS = {
-    _L + "self_attn.q_norm.weight": "attention/query_norm/scale HN -> HN",
-    _L + "self_attn.k_norm.weight": "attention/key_norm/scale KN -> KN",
-}
+
+
+def _qk_norms(query: str, key: str) -> dict[str, str]:
+    """Returns the norms of queries and keys, whose scales have these dims."""
+    scales = {"q": f"query_norm/scale {query} -> {query}", "k": f"key_norm/scale {key} -> {key}"}
+    return {f"{_L}self_attn.{name}_norm.weight": f"attention/{line}" for name, line in scales.items()}
+
+
 _FUSED: dict[str, str | tuple] = {
     _L + "self_attn.qkv_proj.weight": (
         0, "attention/query DHN -> HN D", "attention/key DKN -> KN D", "attention/value DKN -> KN D",
@@ -210,7 +210,7 @@ _FAMILIES = (
             *_SIZES, rule.heads(head_dim=128), rule.activation("hidden_act"), _EPS6, _UNTIED, rule.rotary(),
             rule.attention_bias(), rule.implied(qk_norm="head"), rule.layers("flag", 4096),
         ),
-        LLAMA.tensors + _table(_HEAD_NORMS),
+        LLAMA.tensors + _table(_qk_norms("N", "N")),
     ),
     Family(
         "gemma2", "Gemma2ForCausalLM",
@@ -223,7 +223,7 @@ _FAMILIES = (
             *_GEMMA, rule.layers("pattern", 4096, 6), rule.gemma_rotary(), rule.caps(None, None),
             rule.implied(qk_norm="head"),
         ),
-        _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _HEAD_NORMS),
+        _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _qk_norms("N", "N")),
         renamed={r"language_model\.model\.|model\.language_model\.": "model.", r"language_model\.lm": "lm"},
         ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
     ),
@@ -254,7 +254,7 @@ _FAMILIES = (
             *_USUAL, _EPS5, _UNTIED, rule.rotary(), rule.attention_bias(),
             rule.implied(norm_position="post", qk_norm="projection"),
         ),
-        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _PROJECTION_NORMS),
+        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

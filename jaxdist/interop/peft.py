@@ -163,24 +163,19 @@ def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
 # --- a layer of theirs and kernels of ours --------------------------------------------------------
 
 
-def _sizes(part: TensorPart, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the input and output dims of a kernel of ours [L, *inputs, *outputs]."""
-    inputs = next(group for group in part.theirs if part.ours.startswith(group))
-    return dims[1 : 1 + len(inputs)], dims[1 + len(inputs) :]
-
-
 def _fused(
     stored: Stored, parts: list[TensorPart], adapters, shapes, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns PEFT's A [ranks, in] and B [out, ranks] of a layer of theirs, adapted in some of its parts."""
-    outputs = [math.prod(_sizes(part, shapes[part.path])[1]) for part in stored.parts]
     rows = [adapters[f"{part.path}/lora_a"][layer] for part in parts]
     rank = rows[0].shape[-1]
-    b = np.zeros((sum(outputs), rank * len(parts)), np.float32)
+    inputs = rows[0].size // rank  # the same for all parts, so the rest of a kernel's dims are outputs
+    ends = np.cumsum([math.prod(shapes[part.path][1:]) // inputs for part in stored.parts])
+    b = np.zeros((ends[-1], rank * len(parts)), np.float32)
     for number, part in enumerate(parts):
-        at = stored.parts.index(part)
+        end = ends[stored.parts.index(part)]
         block = adapters[f"{part.path}/lora_b"][layer].reshape(rank, -1).T
-        b[sum(outputs[:at]) : sum(outputs[: at + 1]), rank * number : rank * (number + 1)] = block
+        b[end - len(block) : end, rank * number : rank * (number + 1)] = block
     a = np.concatenate([np.asarray(row, np.float32).reshape(-1, rank).T for row in rows])
     return np.ascontiguousarray(a), b
 

@@ -42,10 +42,8 @@ def threads() -> list[str]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("split_reading", [False, True])
-def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch, split_reading):
-    options = {"prefetch": prefetch, "split_reading": split_reading}
-    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=7, **options) as loader:
+def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch):
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=7, prefetch=prefetch) as loader:
         for step in range(7, 12):
             assert loader.step == step
             batch, expected = next(loader), dataset.train_batch(step, GLOBAL_G)
@@ -77,7 +75,7 @@ def test_a_process_reads_only_the_rows_of_its_devices(dataset):
             return {device: index for device, index in whole.items() if device in mine}
 
     full = shardings("tokens", 2)
-    placer = Placer({"tokens": Half(full.mesh, full.spec)}, GLOBAL_G, split_reading=True)
+    placer = Placer({"tokens": Half(full.mesh, full.spec)}, GLOBAL_G)
     assert placer.rows.tolist() == [4, 5, 6, 7]
     read = dataset.train_batch(3, GLOBAL_G, placer.rows)
     whole = dataset.train_batch(3, GLOBAL_G)

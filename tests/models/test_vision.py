@@ -102,14 +102,12 @@ def test_batches_reach_the_devices_that_want_them():
     assert {n: (x.shape, x.dtype) for n, x in shapes.items()} == {
         n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, size).items()
     }
-    for split_reading in (False, True):
-        options = {"shardings": built.batch_shardings(shapes), "split_reading": split_reading}
-        with Loader(dataset, global_size=size, start=5, **options) as loader:
-            batch = next(loader)
-        assert len(batch["image"].addressable_shards) == 8
-        assert {shard.data.shape for shard in batch["image"].addressable_shards} == {(size // 8, 8, 8, 1)}
-        for name, values in dataset.train_batch(5, size).items():
-            np.testing.assert_array_equal(batch[name], values)
+    with Loader(dataset, global_size=size, start=5, shardings=built.batch_shardings(shapes)) as loader:
+        batch = next(loader)
+    assert len(batch["image"].addressable_shards) == 8
+    assert {shard.data.shape for shard in batch["image"].addressable_shards} == {(size // 8, 8, 8, 1)}
+    for name, values in dataset.train_batch(5, size).items():
+        np.testing.assert_array_equal(batch[name], values)
 
 
 def test_arrays_of_ones_own(tmp_path):
