@@ -3,6 +3,7 @@
 Shapes: G global batch, S sequence length.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,7 @@ class Loader:
         Raises ConfigError for validation, where nothing is held out."""
         training = split == "train"
         self._read = source.train_batch if training else source.validation_batch
-        self._stop = None if training else source.num_validation_batches(global_size)
+        self._stop = sys.maxsize if training else source.num_validation_batches(global_size)
         self._name, self._size = source.name, global_size
         self._placer = Placer(shardings, global_size)
         self.step = start  # of the batch that `next` returns
@@ -105,9 +106,7 @@ class Loader:
 
     def _fill(self) -> None:
         """Orders the steps that are to be prepared ahead."""
-        end = self.step + self._prefetch
-        end = end if self._stop is None else min(end, self._stop)
-        for step in range(self.step + len(self._ahead), end):
+        for step in range(self.step + len(self._ahead), min(self.step + self._prefetch, self._stop)):
             assert self._thread
             self._ahead.append(self._thread.submit(self._make, step))
 
@@ -127,7 +126,7 @@ class Loader:
         """
         if self._closed:
             raise RuntimeError(f"the loader of {self._name} is closed")
-        if self._stop is not None and self.step >= self._stop:
+        if self.step >= self._stop:
             raise StopIteration
         begin_s = time.perf_counter()
         try:

@@ -36,19 +36,8 @@ from annotated_types import Interval
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage.digest import digest, digest_bytes
 
-Source = Literal[
-    "stdlib",
-    "text",
-    "jsonl",
-    "bin",
-    "megatron",
-    "huggingface",
-    "parquet",
-    "mixture",
-    "digits",
-    "arrays",
-    "given",
-]
+TextSource = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet"]
+Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
 NOT_TEXT = ("digits", "arrays", "given")
 _STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
 
@@ -108,7 +97,7 @@ def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     if config.source != "mixture":
         return [1.0], [config]
     weights, configs, faults = [], [], []
-    kinds = [kind for kind in typing.get_args(Source) if kind not in ("mixture", *NOT_TEXT)]
+    kinds = typing.get_args(TextSource)
     # One text may hold several entries, as the command line gives them; a path may hold commas too.
     for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
@@ -118,7 +107,7 @@ def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
                 f"a source of {', '.join(kinds)}."
             )
             continue
-        source = typing.cast(Source, match[2])
+        source = typing.cast(TextSource, match[2])
         weights.append(float(match[1]))
         configs.append(dataclasses.replace(config, source=source, path=match[3], mixture=()))
         faults += configs[-1].faults()

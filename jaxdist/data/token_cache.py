@@ -37,8 +37,7 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) ->
     key = digest(_VERSION, corpus.name, corpus.stamp, tokenizer.fingerprint)[:16]
     target = folder / f"tokens-{key}"
     with one_builder(target, log):
-        store = _load(target, corpus.name)
-        if store is None:
+        if (store := _load(target, corpus.name)) is None:
             _build(corpus, tokenizer, target, log)
             store = _load(target, corpus.name)
             assert store is not None, target

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -83,13 +82,8 @@ def group_of(ids: Iterable[str]) -> np.ndarray:
     return np.fromiter((hashlib.sha256(id_.encode()).digest()[0] for id_ in ids), np.uint8)
 
 
-class _Opened(NamedTuple):
-    """A token file and its documents, which are called `id#0`, `id#1`, ..."""
-
-    file: TokenFile
-    id: str
-    start: np.ndarray
-    length: np.ndarray
+# A token file, its id, and start and length of its documents, which are called `id#0`, `id#1`, ...
+_Opened = tuple[TokenFile, str, np.ndarray, np.ndarray]
 
 
 def _store_of(name: str, opened: list[_Opened]) -> TokenStore:
@@ -130,7 +124,7 @@ def _open_bin_file(source: File, dtype: str) -> _Opened:
     else:
         file = TokenFile(source.path, {"uint16": "<u2", "uint32": "<u4"}[dtype])
     start = np.arange(0, file.count, BLOCK_TOKENS)
-    return _Opened(file, source.id, start, np.minimum(BLOCK_TOKENS, file.count - start))
+    return file, source.id, start, np.minimum(BLOCK_TOKENS, file.count - start)
 
 
 # --- Megatron -------------------------------------------------------------------------------------
@@ -162,7 +156,7 @@ def _open_megatron_pair(index: Path) -> _Opened:
             f"tokens of {data.name}; write the pair again."
         )
     edges = ends[borders]
-    return _Opened(file, index.stem, edges[:-1], np.diff(edges))
+    return file, index.stem, edges[:-1], np.diff(edges)
 
 
 def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:

@@ -83,15 +83,11 @@ class TransformerConfig:
         Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4).
         """
         pattern = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
-        sizes: dict[str, Any] = {
-            "num_layers": 2 * len(pattern),  # whole patterns on two stages
-            "d_model": 64,
-            "d_ff": 96,
-            "num_heads": 8,
-            "num_kv_heads": {self.num_heads: 8, 1: 1}.get(self.num_kv_heads, 4),
-            "head_dim": 8,
-            "vocab_size": 128,
-        }
+        layers = 2 * len(pattern)  # whole patterns on two stages
+        sizes = dict[str, Any](
+            num_layers=layers, d_model=64, d_ff=96, num_heads=8, head_dim=8, vocab_size=128
+        )
+        sizes["num_kv_heads"] = {self.num_heads: 8, 1: 1}.get(self.num_kv_heads, 4)
         if self.max_positions:
             sizes["max_positions"] = sequence_length
         if self.loss_chunk:
