@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with
 LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
 ACCUMULATION = 4
-ONE_DEVICE = (
+ONE_DEVICE: dict[str, Any] = (
     {f"mesh.{axis}": 1 for axis in AXES}
     | {f"mesh.dcn.{axis}": 1 for axis in AXES}
     | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
@@ -31,12 +30,7 @@ ONE_DEVICE = (
 )
 
 
-@dataclass(frozen=True)
-class CaseLayout:
-    """A layout to prove: what it changes of a one-device run, by config path."""
-
-    name: str
-    overrides: Mapping[str, Any]
+Overrides = dict[str, Any]  # what a layout changes of a one-device run, by config path
 
 
 # --- a small run of the same kind -----------------------------------------------------------------
@@ -86,96 +80,87 @@ def _refuse_if_large(run: RunConfig) -> None:
         )
 
 
-def with_values(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def with_values(run: RunConfig, overrides: Overrides) -> RunConfig:
     """Returns the run with values changed by config path.
 
     It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads at once.
     """
     flat = schema.flatten(schema.to_config_dict(run))
-    return run_config.from_config(schema.unflatten(flat | dict(overrides)))
+    return run_config.from_config(schema.unflatten(flat | overrides))
 
 
 # --- the layouts ----------------------------------------------------------------------------------
 
 
-def layouts_for(run: RunConfig, num_devices: int) -> list[CaseLayout]:
-    """Returns the layouts of so many devices that are proved, the config's own last."""
+def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
+    """Returns the layouts of so many devices that are proved, by name, the config's own last."""
     n = num_devices
     samples = [axis for axis in BUILT if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
-    layouts = [CaseLayout(f"{axis} {n}", {f"mesh.{axis}": n}) for axis in samples]
-    whole = {"mesh.fsdp": n}
-    layouts += [CaseLayout(f"fsdp {n}, zero {stage}", whole | {"mesh.zero": stage}) for stage in range(3)]
-    accumulate = whole | {"batch.accumulation": ACCUMULATION}
-    layouts.append(CaseLayout(f"fsdp {n}, accumulation {ACCUMULATION}", accumulate))
+    layouts: dict[str, Overrides] = {f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples}
+    for stage in range(3):
+        layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
+    layouts |= _case(f", accumulation {ACCUMULATION}", {"batch.accumulation": ACCUMULATION}, fsdp=n)
     if n % 2 == 0 and n > 2:
-        half = {"mesh.fsdp": n // 2}
-        tensor, name = half | {"mesh.tensor": 2}, f"tensor 2 x fsdp {n // 2}"
-        layouts += [
-            CaseLayout(name, tensor),
-            CaseLayout(f"{name}, sequence parallel", tensor | {"mesh.sequence_parallel": True}),
-            CaseLayout(f"2 slices x fsdp {n // 2}", half | {"mesh.data": 2, "mesh.dcn.data": 2}),
-        ]
+        layouts |= _case(tensor=2, fsdp=n // 2)
+        layouts |= _case(", sequence parallel", {"mesh.sequence_parallel": True}, tensor=2, fsdp=n // 2)
+        slices = {"mesh.data": 2, "mesh.dcn.data": 2, "mesh.fsdp": n // 2}
+        layouts[f"2 slices x fsdp {n // 2}"] = slices
     if n % 4 == 0 and n > 4:
-        sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": n // 4}
-        layouts.append(CaseLayout(f"data 2 x fsdp 2 x tensor {n // 4}", sizes))
-    if "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head")):
-        layouts += _pipelines(n, len(run.model.get("layer_pattern", "1")))
-    grouped = {"model.num_kv_heads": 4} if hasattr(run.model_config, "tiny") else {}
-    layouts.append(CaseLayout(f"tensor {n}{', 4 kv heads' * bool(grouped)}", {"mesh.tensor": n} | grouped))
-    return layouts + _own(run, n, layouts)
+        layouts |= _case(data=2, fsdp=2, tensor=n // 4)
+    staged = "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head"))
+    if staged and n % 2 == 0:
+        layouts |= _case(pipeline=2, data=n // 2)
+    if staged and n % 4 == 0:
+        layers = 8 * len(run.model.get("layer_pattern", "1"))  # a layer a place
+        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": layers}
+        layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
+        layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
+    if hasattr(run.model_config, "tiny"):
+        layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
+    else:
+        layouts |= _case(tensor=n)
+    return layouts | _own_layout(run, n, layouts)
 
 
-def _pipelines(num_devices: int, period: int) -> list[CaseLayout]:
-    """Returns layouts with stages: plain, interleaved with a layer a place, beside fsdp and tensor."""
-    n, layouts = num_devices, []
-    if n % 2 == 0:
-        layouts.append(CaseLayout(f"pipeline 2 x data {n // 2}", {"mesh.pipeline": 2, "mesh.data": n // 2}))
-    if n % 4 == 0:
-        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": 8 * period}
-        sizes = {"mesh.pipeline": 4, "mesh.data": n // 4}
-        layouts.append(CaseLayout(f"pipeline 4 x data {n // 4}, 2 chunks", sizes | chunks))
-        sizes = {"mesh.pipeline": 2, "mesh.fsdp": n // 4, "mesh.tensor": 2}
-        layouts.append(CaseLayout(f"pipeline 2 x fsdp {n // 4} x tensor 2", sizes))
-    return layouts
+def _case(note: str = "", more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
+    """Returns a layout of these mesh axes under its name."""
+    name = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return {name + note: {f"mesh.{axis}": size for axis, size in sizes.items()} | (more or {})}
 
 
-def _own(run: RunConfig, num_devices: int, others: Sequence[CaseLayout]) -> list[CaseLayout]:
-    """Returns the config's own layout, unless one of the others is the same."""
+def _own_layout(run: RunConfig, num_devices: int, others: Mapping[str, Overrides]) -> dict[str, Overrides]:
+    """Returns the config's own layout under its name, unless one of the others is the same."""
     flat = schema.flatten(schema.to_config_dict(run))
-    own = {path: flat[path] for path in ONE_DEVICE}
-    own["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
-    known = math.prod(own[f"mesh.{axis}"] for axis in AXES if own[f"mesh.{axis}"] > 0)
-    own |= {f"mesh.{axis}": num_devices // known for axis in AXES if own[f"mesh.{axis}"] == -1}
-    own |= {f"mesh.dcn.{axis}": 1 for axis in AXES if own[f"mesh.dcn.{axis}"] == -1}
-    own |= _own_pipeline(run, own)
-    full = [ONE_DEVICE | dict(layout.overrides) for layout in others]
-    if any(all(other.get(path) == own[path] for path in own) for other in full):
-        return []
-    sizes = " x ".join(f"{axis} {own[f'mesh.{axis}']}" for axis in AXES if own[f"mesh.{axis}"] > 1)
-    rest = [f"{name} {own[p]}" for name, p in _REST.items() if own[p] != ONE_DEVICE[p]]
-    return [CaseLayout("the config's own: " + ", ".join([sizes or "one device", *rest]), own)]
+    values = {path: flat[path] for path in ONE_DEVICE}
+    values["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
+    known = math.prod(values[f"mesh.{axis}"] for axis in AXES if values[f"mesh.{axis}"] > 0)
+    values |= {f"mesh.{axis}": num_devices // known for axis in AXES if values[f"mesh.{axis}"] == -1}
+    values |= {f"mesh.dcn.{axis}": 1 for axis in AXES if values[f"mesh.dcn.{axis}"] == -1}
+    values |= _small_pipeline(run, values)
+    if any(values.items() <= (ONE_DEVICE | other).items() for other in others.values()):
+        return {}
+    sizes = " x ".join(f"{axis} {values[f'mesh.{axis}']}" for axis in AXES if values[f"mesh.{axis}"] > 1)
+    changed = [path for path in _NAMED if values[path] != ONE_DEVICE[path]]
+    notes = [f"{path.partition('.')[2].replace('_', ' ')} {values[path]}" for path in changed]
+    return {"the config's own: " + ", ".join([sizes or "one device", *notes]): values}
 
 
-def _own_pipeline(run: RunConfig, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the config's pipeline is at tiny sizes: a microbatch a stage, a layer a place."""
-    stages, chunks = own["mesh.pipeline"], own["pipeline.chunks"]
+_NAMED = (  # what a name says besides the mesh's axes
+    "pipeline.schedule", "pipeline.chunks", "pipeline.edges",
+    "mesh.zero", "mesh.sequence_parallel", "batch.accumulation",
+)  # fmt: skip
+
+
+def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
+    """Returns what the layout's pipeline is at tiny sizes: a microbatch a stage, a layer a place."""
+    stages, chunks = layout["mesh.pipeline"], layout["pipeline.chunks"]
     if stages == 1:
         return {path: value for path, value in ONE_DEVICE.items() if path.startswith("pipeline.")}
-    from_file = own["pipeline.schedule"].endswith(".json")
-    microbatches = own["pipeline.microbatches"] if from_file else stages
+    from_file = layout["pipeline.schedule"].endswith(".json")
+    microbatches = layout["pipeline.microbatches"] if from_file else stages
     layers = stages * chunks * len(run.model.get("layer_pattern", "1"))
     sizes = {"model.num_layers": layers} if "num_layers" in run.model else {}
     return {"pipeline.microbatches": microbatches} | sizes
-
-
-_REST = {
-    "schedule": "pipeline.schedule",
-    "chunks": "pipeline.chunks",
-    "edges": "pipeline.edges",
-    "zero": "mesh.zero",
-    "sequence parallel": "mesh.sequence_parallel",
-    "accumulation": "batch.accumulation",
-}
 
 
 # --- the batch and the starting point -------------------------------------------------------------

@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jaxdist.trainer import build, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.verification.cases import (
     ONE_DEVICE,
-    CaseLayout,
+    Overrides,
     layouts_for,
     moved_moments,
     moved_parameters,
@@ -34,7 +33,6 @@ from jaxdist.verification.comparison import (
     Arrays,
     Observed,
     Report,
-    Result,
     compare,
     rounding_alone,
     row,
@@ -53,13 +51,12 @@ CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # --- one step of one layout -----------------------------------------------------------------------
 
 
-class Programs(NamedTuple):
-    """The compiled programs of one layout."""
+class Program(NamedTuple):
+    """The compiled programs of one layout in one precision."""
 
-    built: dict[str, TrainStep]  # by precision
-    init: dict[str, Any]  # by dtype of the stored parameters
-    inspect: dict[str, Any]  # by precision
-    params: dict[str, str]  # dtype of the stored parameters, by precision
+    built: TrainStep
+    init: Any
+    inspect: Any
 
 
 _tracing = threading.Lock()  # flax's switches are global to the process
@@ -70,14 +67,15 @@ def compile_layout(
     precisions: Sequence[FloatName],
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
-) -> Programs:
-    """Returns the compiled init and step of a run on these devices, in each precision.
+) -> dict[str, Program]:
+    """Returns the compiled init and step of a run on these devices, by precision.
 
     Raises:
       ConfigError: the layout cannot be.
     """
     options = OPTIONS | (CPU_OPTIONS if devices[0].platform == "cpu" else {})
-    programs = Programs({}, {}, {}, {})
+    programs: dict[str, Program] = {}
+    inits: dict[str, Any] = {}  # by dtype of the stored parameters
     for precision in precisions:
         # In float32 nothing may be rounded to less; in bfloat16 the config says what is stored.
         stored: FloatName = "float32" if precision == "float32" else run.precision.params
@@ -88,18 +86,17 @@ def compile_layout(
                 raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
             built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
             step = built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
-            start = None if stored in programs.init else built.init.lower()
-        programs.built[precision], programs.params[precision] = built, stored
-        programs.inspect[precision] = step.compile(compiler_options=options)
+            start = None if stored in inits else built.init.lower()
         if start is not None:
-            programs.init[stored] = start.compile(compiler_options=options)
+            inits[stored] = start.compile(compiler_options=options)
+        programs[precision] = Program(built, inits[stored], step.compile(compiler_options=options))
     return programs
 
 
-def observe(programs: Programs, precision: str, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
+def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
     """Returns what one step from the moved starting point shows."""
-    built = programs.built[precision]
-    fresh: State = programs.init[programs.params[precision]]()
+    built = program.built
+    fresh: State = program.init()
     flat = built.views.flat(fresh)  # as checkpoints have it: stages and padding are a layout's own
     initial = jax.device_get(flat.trainable)
     start = moved_parameters(initial, seed)
@@ -108,7 +105,7 @@ def observe(programs: Programs, precision: str, batch: Mapping[str, np.ndarray],
     where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
     state = built.views.staged(jax.device_put(flat, where))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
-    after, metrics, gradients = programs.inspect[precision](state, inputs)
+    after, metrics, gradients = program.inspect(state, inputs)
     loss = float(metrics["loss"])
     summed = built.views.flat(after._replace(trainable=gradients)).trainable
     after = built.views.flat(after)
@@ -152,49 +149,53 @@ def verify_layouts(
     batch = synthetic_batch(small)
     # Which leaves to leave out is judged in float32, so that reference is always there.
     both = tuple(dict.fromkeys(("float32", *precisions)))
+    results, skipped = [], {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        start = partial(_start_compiling, pool, small, batch)
-        references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted)}
-        layouts = [start(layout.overrides, precisions, devices) for layout in wanted]
-        expected = {v: _observe_all(f.result(), batch, small.seed) for v, f in references.items()}
-        results, skipped = [], {}
+
+        def start(
+            overrides: Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
+        ) -> Future[dict[str, Program]]:
+            layout = with_values(small, ONE_DEVICE | overrides)
+            return pool.submit(compile_layout, layout, precisions, devices, batch)
+
+        def observe_all(programs: Future[dict[str, Program]]) -> dict[str, Observed]:
+            return {name: observe(program, batch, small.seed) for name, program in programs.result().items()}
+
+        references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
+        compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
+        expected = {variant: observe_all(programs) for variant, programs in references.items()}
         log(HEADER)
-        for layout, programs in zip(wanted, layouts, strict=True):
+        for name, programs in compiling.items():
             try:
-                seen = _observe_all(programs.result(), batch, small.seed)
+                observed = observe_all(programs)
             except ConfigError as error:
-                skipped[layout.name] = str(error)
-                log(f"{layout.name:<{WIDTH}} cannot be: {error}")
+                skipped[name] = str(error)
+                log(f"{name:<{WIDTH}} cannot be: {error}")
                 continue
-            rows = _compare_all(layout.name, seen, expected[_variant(layout)])
-            results += rows
-            for result in rows:
-                log(row(result))
+            reference = expected[_variant(wanted[name])]
+            excluded = rounding_alone(reference["float32"].gradients)
+            for precision, seen in observed.items():
+                results.append(compare(name, precision, seen, reference[precision], excluded))
+                log(row(results[-1]))
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
-    reference = next(iter(expected.values()))
-    excluded = sorted(rounding_alone(reference["float32"].gradients))
-    return Report(_about(small, devices, reference), tuple(results), skipped, shrunk, tuple(excluded))
+    first = next(iter(expected.values()))
+    not_compared = tuple(sorted(rounding_alone(first["float32"].gradients)))
+    return Report(_reference(small, devices, first), tuple(results), skipped, shrunk, not_compared)
 
 
-def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> list[CaseLayout]:
+def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, Overrides]:
     known = layouts_for(run, num_devices)
-    wanted = [layout for layout in known if only in layout.name]
+    wanted = {name: overrides for name, overrides in known.items() if only in name}
     if not wanted or num_devices < 2:
         raise ConfigError(
             f"no layout to compare with one device ({num_devices} devices, only={only!r}); layouts here: "
-            f"{'; '.join(layout.name for layout in known)}; emulate more devices with JAX_PLATFORMS=cpu and "
-            f"--devices 8"
+            f"{'; '.join(known)}; emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
         )
     return wanted
 
 
-def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
-    excluded = rounding_alone(expected["float32"].gradients)
-    return [compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
-
-
-def _about(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
+def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
     """Returns what the reference is, as JSON values."""
     return {
         "devices": 1,
@@ -207,23 +208,6 @@ def _about(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Obs
     }
 
 
-def _start_compiling(
-    pool: ThreadPoolExecutor,
-    run: RunConfig,
-    batch: Mapping[str, np.ndarray],
-    overrides: Mapping[str, Any],
-    precisions: Sequence[FloatName],
-    devices: Sequence[jax.Device],
-) -> Future[Programs]:
-    """Returns the programs to come of a run with these values of its layout."""
-    layout = with_values(run, ONE_DEVICE | dict(overrides))
-    return pool.submit(compile_layout, layout, precisions, devices, batch)
-
-
-def _variant(layout: CaseLayout) -> tuple[tuple[str, Any], ...]:
+def _variant(overrides: Overrides) -> tuple[tuple[str, Any], ...]:
     """Returns what a layout changes of the model: it needs a reference of its own."""
-    return tuple((p, v) for p, v in layout.overrides.items() if p.startswith("model."))
-
-
-def _observe_all(programs: Programs, batch: Mapping[str, np.ndarray], seed: int) -> dict[str, Observed]:
-    return {precision: observe(programs, precision, batch, seed) for precision in programs.built}
+    return tuple((path, value) for path, value in overrides.items() if path.startswith("model."))
