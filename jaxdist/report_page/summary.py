@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -99,25 +100,22 @@ def figures(run: RunSummary) -> dict[str, str]:
     times = [time for event in run.events if (time := number(event.get("time"))) is not None]
     evaluated = [loss for _, loss in run.column("eval_loss") if math.isfinite(loss)]
     parameters = number(run.info.get("parameters"))
+    last, median = operator.itemgetter(-1), statistics.median
 
-    def last(field: str, show: Callable[[float], str]) -> str:
-        pairs = run.column(field)
-        return show(pairs[-1][1]) if pairs else ""
-
-    def median(field: str, show: Callable[[float], str]) -> str:
+    def text(of: Callable[[list[float]], float], field: str, show: Callable[[float], str]) -> str:
         values = [value for _, value in run.column(field)]
-        return show(statistics.median(values)) if values else ""
+        return show(of(values)) if values else ""
 
     texts = {
-        "last loss": last("loss", "{:.4f}".format),
+        "last loss": text(last, "loss", "{:.4f}".format),
         "best evaluation loss": f"{min(evaluated):.4f}" if evaluated else "",
-        "steps": last("step", "{:,.0f}".format),
-        "tokens seen": last("tokens_seen", count_text),
+        "steps": text(last, "step", "{:,.0f}".format),
+        "tokens seen": text(last, "tokens_seen", count_text),
         "parameters": "" if parameters is None else count_text(parameters),
-        "tokens/s, median": median("tokens_per_s", count_text),
-        "step time, median": median("step_time_s", time_text),
-        "MFU causal, median": median("mfu_causal", percent_text),
-        "MFU full, median": median("mfu_full", percent_text),
+        "tokens/s, median": text(median, "tokens_per_s", count_text),
+        "step time, median": text(median, "step_time_s", time_text),
+        "MFU causal, median": text(median, "mfu_causal", percent_text),
+        "MFU full, median": text(median, "mfu_full", percent_text),
         "time since start": duration_text(times[-1] - times[0]) if times else "",
     }
     return {name: text for name, text in texts.items() if text}

@@ -42,7 +42,6 @@ class Display:
         *,
         total_steps: int,
         first_step: int = 0,
-        title: str = "",
         max_seconds: float | None = None,
         enabled: bool = True,
         console: Console | None = None,
@@ -53,7 +52,6 @@ class Display:
         Args:
           total_steps: the step at which the run ends.
           first_step: updates finished before this run (the restored step).
-          title: shown once, e.g. the config's name.
           max_seconds: wall-clock limit of this run (train.max_minutes), None = none.
           enabled: True on process 0 only; False shows nothing.
           console: rich console, default standard output.
@@ -61,7 +59,6 @@ class Display:
         """
         self._total = total_steps
         self._step = first_step
-        self._title = title
         self._max_seconds = max_seconds
         self._console = console or Console(highlight=False)
         self._console.quiet = not enabled
@@ -76,8 +73,6 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> "Display":
-        if self._title:
-            self.note(self._title)
         if self._console.is_terminal and not self._console.quiet:
             self._live = Live(
                 get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S

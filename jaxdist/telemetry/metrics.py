@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,19 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], *, enabled: bool = True, clock: Callable[[], float] = time.time
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.time,
+        views: Sequence[Any] = (),
     ) -> None:
         """Creates the workdir and opens both files; with enabled=False (process > 0) does nothing.
 
-        `clock` gives seconds since 1970, for the `time` of events.
+        `clock` gives seconds since 1970, for the `time` of events; `views` are other writers with
+        this interface, which get every row and event, too.
         """
-        self._clock = clock
+        self._clock, self._views = clock, views
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
         if enabled:
@@ -58,16 +64,23 @@ class MetricsWriter:
         over values that are ready).
         """
         self._append(METRICS_FILE, {"step": step, **values})
+        for view in self._views:
+            view.write(step, values)
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends {"time", "event", "step", **fields} to events.jsonl."""
         self._append(EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields})
+        for view in self._views:
+            view.event(name, step, **fields)
 
     def close(self) -> None:
-        """Closes both files; later writes do nothing."""
+        """Closes both files and the views; later writes do nothing."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files = {}
+        for view in self._views:
+            view.close()
+        self._views = ()
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         if name in self._files:
@@ -78,28 +91,6 @@ class MetricsWriter:
                     data = data[os.write(self._files[name], data) :]
             except OSError:
                 self._unwritten[name] = data[-_MAX_UNWRITTEN:]
-
-
-class Writers:
-    """Several writers with the interface of MetricsWriter, as one."""
-
-    def __init__(self, *writers: Any) -> None:
-        self._writers = writers
-
-    def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Writes a row to each."""
-        for writer in self._writers:
-            writer.write(step, values)
-
-    def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Writes an event to each."""
-        for writer in self._writers:
-            writer.event(name, step, **fields)
-
-    def close(self) -> None:
-        """Closes each."""
-        for writer in self._writers:
-            writer.close()
 
 
 @dataclass(frozen=True)
@@ -152,10 +143,8 @@ class Throughput:
             with padded batches, counting weighted tokens gives the lower, honest MFU.
         """
         rate = tokens / seconds / self.num_devices
-        causal = full = None
-        if self.peak_flops_per_s is not None:
-            causal = rate * self.causal_flops_per_token / self.peak_flops_per_s
-            full = rate * self.full_flops_per_token / self.peak_flops_per_s
+        peak, needed = self.peak_flops_per_s, (self.causal_flops_per_token, self.full_flops_per_token)
+        causal, full = (None if peak is None else rate * flops / peak for flops in needed)
         return {
             "step_time_s": seconds / steps,
             "tokens_per_s": tokens / seconds,
@@ -169,7 +158,7 @@ class Throughput:
 def _to_json(value: object) -> object:
     """Returns `value` as what JSON can hold: see the module's head for floats; tuples are lists."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)
     if value is None or isinstance(value, bool | int | str | float):
         return value
     if isinstance(value, Mapping):

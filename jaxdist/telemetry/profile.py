@@ -94,15 +94,13 @@ def top_ops(folder: Path) -> list[OpTime]:
     Ops that only contain others (while, conditional, call) are left out, or time would count twice.
     """
     trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    nanoseconds: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for op, duration in _op_events(trace):
+    seconds: dict[str, list[float]] = defaultdict(list)  # of each execution
+    for op, nanoseconds in _op_events(trace):
         if _kind(op) not in ("while", "conditional", "call"):
-            nanoseconds[op] += duration
-            counts[op] += 1
-    total = sum(nanoseconds.values()) or 1.0
-    longest = sorted(nanoseconds.items(), key=lambda item: -item[1])
-    return [OpTime(op, _kind(op), t * 1e-9, t / total, counts[op]) for op, t in longest]
+            seconds[op].append(nanoseconds * 1e-9)
+    total = sum(map(sum, seconds.values())) or 1.0
+    ops = [OpTime(op, _kind(op), sum(s), sum(s) / total, len(s)) for op, s in seconds.items()]
+    return sorted(ops, key=lambda op: -op.seconds)
 
 
 def _write_table(folder: Path, ops: list[OpTime]) -> None:

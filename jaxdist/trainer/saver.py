@@ -8,7 +8,7 @@ from typing import Any
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.step.train_step import CheckpointViews
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import Writers
+from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer.hooks import StepView
 from jaxdist.trainer.restore import Progress
 
@@ -19,7 +19,7 @@ class Saver:
 
     store: CheckpointManager
     views: CheckpointViews
-    writer: Writers
+    writer: MetricsWriter
     display: Display
     metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
     last_save_ok: bool = field(default=True, init=False)

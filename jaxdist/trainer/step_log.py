@@ -13,7 +13,7 @@ from jaxdist.distributed import straggler
 from jaxdist.resilience.health import Monitor
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import Throughput, Writers
+from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.trainer.restore import Progress
 from jaxdist.trainer.run_config import RunConfig
 
@@ -39,7 +39,7 @@ class StepLog:
 
     config: RunConfig
     progress: Progress
-    writer: Writers
+    writer: MetricsWriter
     display: Display
     throughput: Throughput
     samples: Callable[[int], tuple[int, int]]  # first and last global sample index of a step's batch

@@ -23,7 +23,7 @@ from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
-from jaxdist.telemetry.metrics import MetricsWriter, Writers
+from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.trainer import build, pipeline_report, restore, validation, workdir
 from jaxdist.trainer.final_outputs import write_final_outputs
@@ -103,8 +103,10 @@ def train(
                     events.event("bad_checkpoint", step, reason=reason)
             raise
         state, progress, skipping = start
-        trainer = Trainer(config, folder, spec, built, skipping, store, progress, watch, hooks, title)
+        trainer = Trainer(config, folder, spec, built, skipping, store, progress, watch, hooks)
         with contextlib.closing(trainer.writer), trainer.display:
+            if title:
+                trainer.display.note(title)
             state = trainer.train(state)
         return TrainResult(config, spec, built, state, trainer.stopped)
 
@@ -165,19 +167,18 @@ class Trainer:
     progress: Progress
     watch: Watchdog
     hooks: Sequence[Hook]
-    title: str
     stopped: str = field(default="", init=False)  # why the run ended early
 
     def __post_init__(self) -> None:
         train, first_step, lead = self.config.train, self.progress.step, _is_lead()
-        writers: list[Any] = [MetricsWriter(self.folder, enabled=lead)]
+        views = []
         if train.tensorboard:
             tensorboard = extras.load("jaxdist.telemetry.tensorboard")
-            writers.append(tensorboard.TensorBoardWriter(self.folder, enabled=lead, first_step=first_step))
-        self.writer = writer = Writers(*writers)
+            views.append(tensorboard.TensorBoardWriter(self.folder, enabled=lead, first_step=first_step))
+        self.writer = writer = MetricsWriter(self.folder, enabled=lead, views=views)
         left_s = 60 * train.max_minutes - self.progress.elapsed_s if train.max_minutes else None
         self.display = display = Display(
-            total_steps=train.steps, first_step=first_step, title=self.title, max_seconds=left_s, enabled=lead
+            total_steps=train.steps, first_step=first_step, max_seconds=left_s, enabled=lead
         )
         throughput = workdir.throughput(self.config, self.spec, self.built.mesh)
         self.log = StepLog(self.config, self.progress, writer, display, throughput, self._samples)

@@ -34,8 +34,9 @@ def plain(**options):
 
 
 def test_plain_lines_carry_numbers_units_and_eta():
-    display, file, _ = plain(title="quickstart [bold]x")
+    display, file, _ = plain()
     with display:
+        display.note("quickstart [bold]x")
         display.status("compiling")
         display.row(10, ROW)
     title, line = file.getvalue().splitlines()
