@@ -33,6 +33,7 @@ from jaxdist.verification.comparison import (
     Arrays,
     Observed,
     Report,
+    Result,
     compare,
     rounding_alone,
     row,
@@ -158,25 +159,20 @@ def verify_layouts(
             layout = with_values(small, ONE_DEVICE | overrides)
             return pool.submit(compile_layout, layout, precisions, devices, batch)
 
-        def observe_all(programs: Future[dict[str, Program]]) -> dict[str, Observed]:
-            return {name: observe(program, batch, small.seed) for name, program in programs.result().items()}
-
         references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
         compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
-        expected = {variant: observe_all(programs) for variant, programs in references.items()}
+        expected = {v: _observe_all(p.result(), batch, small.seed) for v, p in references.items()}
         log(HEADER)
         for name, programs in compiling.items():
             try:
-                observed = observe_all(programs)
+                observed = _observe_all(programs.result(), batch, small.seed)
             except ConfigError as error:
                 skipped[name] = str(error)
                 log(f"{name:<{WIDTH}} cannot be: {error}")
                 continue
-            reference = expected[_variant(wanted[name])]
-            excluded = rounding_alone(reference["float32"].gradients)
-            for precision, seen in observed.items():
-                results.append(compare(name, precision, seen, reference[precision], excluded))
-                log(row(results[-1]))
+            rows = _compare_all(name, observed, expected[_variant(wanted[name])])
+            log("\n".join(map(row, rows)))
+            results += rows
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
     first = next(iter(expected.values()))
@@ -193,6 +189,17 @@ def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, Ov
             f"{'; '.join(known)}; emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
         )
     return wanted
+
+
+def _observe_all(
+    programs: Mapping[str, Program], batch: Mapping[str, np.ndarray], seed: int
+) -> dict[str, Observed]:
+    return {precision: observe(program, batch, seed) for precision, program in programs.items()}
+
+
+def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
+    excluded = rounding_alone(expected["float32"].gradients)
+    return [compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
 
 
 def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
