@@ -59,7 +59,7 @@ class Source:
             value = self.refuse(key, value, "a mapping is required", {})
         return Source(value, f"{self.prefix}{key}.")
 
-    def close(self, harmless: Callable[[str, Any], bool] = lambda key, value: False) -> list[str]:
+    def close(self, harmless: Callable[[str, Any], object] = lambda key, value: False) -> list[str]:
         """Returns all faults: those noted, and the fields that nothing has read."""
         return self.faults + [
             f"{self.prefix}{key}={value!r}: this field is not understood"

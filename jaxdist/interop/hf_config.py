@@ -70,7 +70,7 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     family, source, values = FAMILIES.get(str(kind), LLAMA), Source(config), dict[str, Any]()
     for rule in family.rules:
         values |= rule.read(source, values)
-    faults = source.close(_is_harmless)
+    faults = source.close(lambda key, value: _HARMLESS.fullmatch(key) or not value and _OFF.fullmatch(key))
     if family.model_type != kind:
         if "auto_map" in config:
             faults.append(f"auto_map={config['auto_map']!r}: code of the folder, never run")
@@ -84,10 +84,6 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
     return family, canonical_values(values)
-
-
-def _is_harmless(key: str, value: Any) -> bool:
-    return bool(_HARMLESS.fullmatch(key) or (not value and _OFF.fullmatch(key)))
 
 
 def fields_of(

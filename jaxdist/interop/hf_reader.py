@@ -6,7 +6,6 @@ arrays themselves the host holds one shard of one parameter, and the piece of on
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -153,21 +152,24 @@ class Tensors:
         runs[stored.axis] = [slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]]
         order = "".join(part.theirs)
         for row, layer in enumerate(range(*ranges[0]) if stacked else [0]):
-            merged = self._read_runs(stored.name.format(layer), runs)
+            merged = self._read_runs(self._handles[stored.name.format(layer)], runs)
             apart = merged.reshape([inner[letter][1] - inner[letter][0] for letter in order])
             target = block[row] if stacked else block
             target[...] = apart.transpose([order.index(letter) for letter in part.ours])
         return block
 
-    def _read_runs(self, name: str, runs: Sequence[Sequence[slice]]) -> np.ndarray:
-        """Returns the pieces of a tensor, for all combinations of runs of its dims, as one array."""
-        pieces = [self._handles[name][slices] for slices in itertools.product(*runs)]
-        self.bytes_read += sum(piece.nbytes for piece in pieces)
-        for dim in reversed(range(len(runs))):
-            count = len(runs[dim])
-            if count > 1:  # a single piece is not copied
-                pieces = [np.concatenate(pieces[i : i + count], dim) for i in range(0, len(pieces), count)]
-        return pieces[0]
+    def _read_runs(self, tensor: Any, runs: Sequence[Sequence[slice]], before: _Index = ()) -> np.ndarray:
+        """Returns the pieces of a tensor, for all combinations of runs of its dims, as one array.
+
+        Args:
+          before: the run of each dim before these.
+        """
+        if not runs:
+            piece = tensor[before]
+            self.bytes_read += piece.nbytes
+            return piece
+        pieces = [self._read_runs(tensor, runs[1:], (*before, run)) for run in runs[0]]
+        return np.concatenate(pieces, len(before)) if len(pieces) > 1 else pieces[0]
 
 
 def _empty(dims: Sequence[int], dtype: Any) -> np.ndarray:

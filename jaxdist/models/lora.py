@@ -242,8 +242,7 @@ def unadapted(
 
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
     """Returns how many weights each frozen array stands for: a byte of nf4 for two, scales for none."""
-    quantised = config.base != "none"
-    each = {"codes": 2 if config.base == "nf4" else 1, "scales": 0} if quantised else {}
+    each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[config.base]
     return {
         path: each.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
         for path, leaf in trees.flatten_names(frozen).items()
