@@ -21,7 +21,6 @@ from jaxdist.data.shuffle import order_key, permute
 from jaxdist.data.sources import DataConfig
 from jaxdist.storage.digest import digest
 
-DIGITS = "jaxdist.data.digits"
 INDEX = "sample"  # the batch entry that is made here: the global sample index
 
 
@@ -76,7 +75,7 @@ def open_arrays(config: DataConfig) -> tuple[str, str, ArrayRows, ArrayRows]:
       ImportError: naming the extra that `digits` needs.
     """
     if config.source == "digits":
-        name, arrays = "digits", extras.load(DIGITS, extra="vision").read()
+        name, arrays = "digits", extras.load("jaxdist.data.digits", extra="vision").read()
         stamp = digest(*(values.tobytes().hex() for values in arrays.values()))
     else:
         name, (arrays, stamp) = f"arrays {config.path}", _read(config.path)

@@ -48,14 +48,10 @@ class TokenFile:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[count] ids, after `check`."""
-        self.check()
-        return self._tokens
-
-    def check(self) -> None:
-        """Raises OSError where the file shrank, since reading past its end would kill the process."""
+        """[count] ids. Raises OSError where the file shrank: reading past its end would kill the process."""
         if (size := os.stat(self.path).st_size) < self._end_bytes:
             raise OSError(f"{self.path} shrank to {size} bytes from {self._end_bytes}")
+        return self._tokens
 
 
 @dataclass(frozen=True)

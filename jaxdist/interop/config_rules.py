@@ -193,10 +193,8 @@ _KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns the shortest pattern that, repeated and cut off, gives the kinds of all layers."""
-    for size in range(1, len(kinds) + 1):
-        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
-            return tuple(kinds[:size])
-    return tuple(kinds)
+    periods = (tuple(kinds[:size]) for size in range(1, len(kinds) + 1))
+    return next((period for period in periods if spread(period, len(kinds)) == list(kinds)), ())
 
 
 def spread(pattern: Sequence[str], depth: int) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ def fields_of(
     Raises:
       ConfigError: none fits; the values in which the nearest one differs.
     """
-    wanted, nearest = canonical_values(values), list[str]()
-    origin = origin or {}
+    wanted, origin = canonical_values(values), origin or {}
+    differences: dict[str, Sequence[str]] = {}  # from each family that does not fit
     carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     carried |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
     for family in sorted(FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")):
@@ -109,15 +109,15 @@ def fields_of(
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
-            faults = different(wanted, derive(fields)[1])
+            faults: Sequence[str] = different(wanted, derive(fields)[1])
         except ConfigError as error:
-            faults = list(error.faults)
+            faults = error.faults
         if not faults:
             return family, fields
-        if not nearest or len(faults) < len(nearest) - 1:
-            known = f"none of {', '.join(FAMILIES)} has these values"
-            nearest = [f"{known}; the nearest, {family.model_type}, differs:", *faults]
-    raise ConfigError(nearest)
+        differences[family.model_type] = faults
+    nearest = min(differences, key=lambda kind: len(differences[kind]))
+    known = f"none of {', '.join(FAMILIES)} has these values; the nearest, {nearest}, differs:"
+    raise ConfigError([known, *differences[nearest]])
 
 
 def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
