@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from jaxdist.distributed.local_devices import free_port
 from jaxdist.telemetry.metrics import read_events
 from support.paths import ROOT
 from support.runs import command, environment, train
@@ -24,9 +25,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def store_environment(tmp_path):
     """Returns the variables that send gs:// to an emulator, which has the bucket `bucket`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
     with open(tmp_path / "emulator.log", "w") as log:
         server = subprocess.Popen(

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config.schema import faults
+from jaxdist.distributed.local_devices import free_port
 from support.checkpoints import (
     abstract_on,
     assert_bitwise,
@@ -525,12 +525,6 @@ WORKER = """
                 assert np.array_equal(shard.data, values[name][shard.index])
     print("done", rank, flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):

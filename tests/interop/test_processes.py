@@ -1,9 +1,6 @@
 """A folder read by several processes: each reads the bytes of its own shards, and holds little more."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 
 from jaxdist import interop
 from support.paths import SUPPORT
+from support.runs import start_group
 
 SHAPE = {"num_layers": 3, "d_model": 256, "d_ff": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 PROGRAM = SUPPORT / "read_huggingface.py"
@@ -49,20 +47,8 @@ def write_folder(folder: Path) -> int:
 
 def read_together(folder: Path, processes: int, devices_each: int, mesh: str) -> list[dict]:
     """Returns what each process says of its reading."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        own = {
-            "JAXDIST_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXDIST_NUM_PROCESSES": str(processes),
-            "JAXDIST_PROCESS_ID": str(rank),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
-        }
-        command = [sys.executable, str(PROGRAM), str(folder), mesh]
-        started.append(subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True))
+    command = [sys.executable, str(PROGRAM), str(folder), mesh]
+    started = start_group(command, processes, devices_each)
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started)
     return [json.loads(text.splitlines()[-1]) for text in said]

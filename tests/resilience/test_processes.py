@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,38 +15,14 @@ from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import run_config
-from support.runs import command, environment, last_step, losses, train
+from support.runs import command, environment, last_step, losses, start_group, train
 
 LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 
 
-def start_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[subprocess.Popen]:
-    """Starts one training in several processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        group = {
-            "JAXDIST_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXDIST_NUM_PROCESSES": str(processes),
-            "JAXDIST_PROCESS_ID": str(rank),
-        }
-        started.append(
-            subprocess.Popen(
-                command(workdir, **changes),
-                env=environment(devices_each) | group,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return started
-
-
 def train_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[str]:
     """Runs one training in several processes; returns what each of them printed."""
-    started = start_together(workdir, processes, devices_each, **changes)
+    started = start_group(command(workdir, **changes), processes, devices_each, stderr=subprocess.STDOUT)
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(said)[-4000:]
     return said
@@ -70,7 +45,7 @@ def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
 
 @pytest.mark.parametrize("phase", ["start", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
-    first, second = start_together(tmp_path / "run", 2, 1)
+    first, second = start_group(command(tmp_path / "run"), 2, 1, stderr=subprocess.STDOUT)
     marker = "joined through" if phase == "start" else "data:"
     assert first.stdout is not None
     while marker not in first.stdout.readline():

@@ -14,6 +14,7 @@ import numpy as np
 from jaxdist import train as train_command
 from jaxdist.checkpoint.files import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
+from jaxdist.distributed.local_devices import free_port
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import cli
 
@@ -45,6 +46,23 @@ def command(workdir: Path, **changes) -> list[str]:
 def environment(devices: int) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def start_group(
+    command: list[str], processes: int, devices_each: int, *, stderr: int | None = None
+) -> list[subprocess.Popen]:
+    """Starts a command in several processes of one group, as `launch` does."""
+    group = {"JAXDIST_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXDIST_NUM_PROCESSES": str(processes)}
+    return [
+        subprocess.Popen(
+            command,
+            env=environment(devices_each) | group | {"JAXDIST_PROCESS_ID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
 
 
 def train(workdir: Path, devices: int = 1, **changes) -> subprocess.CompletedProcess:
