@@ -7,7 +7,7 @@ neither jax nor a device.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +124,17 @@ def _diff(flags: argparse.Namespace) -> Result:
     return {"equal": equal, "different": differ, **only, "metadata": metadata}, 0 if equal else 1
 
 
-def _lines(value: Any, indent: str = "") -> list[str]:
-    """Returns nested JSON as indented lines; what has few and plain parts is one line."""
-    pairs = value.items() if isinstance(value, dict) else [("-", item) for item in value]
-    return [line for key, item in pairs for line in _entry(key, item, indent)]
-
-
-def _entry(key: str, item: Any, indent: str) -> list[str]:
-    parts = list(item.values()) if isinstance(item, dict) else item if isinstance(item, list) else []
-    if len(parts) > 6 or any(isinstance(part, dict) or len(str(part)) > 60 for part in parts):
-        return [f"{indent}{key}", *_lines(item, indent + "  ")]
-    if isinstance(item, dict):
-        item = ", ".join(f"{name} {x:,}" if type(x) is int else f"{name} {x}" for name, x in item.items())
-    return [f"{indent}{key} {item if parts or item not in ([], '') else 'none'}"]
+def _lines(value: Any, indent: str = "") -> Iterator[str]:
+    """Yields nested JSON as indented lines; what has few and plain parts is one line."""
+    for key, item in value.items() if isinstance(value, dict) else [("-", item) for item in value]:
+        parts = list(item.values()) if isinstance(item, dict) else item if isinstance(item, list) else []
+        if len(parts) > 6 or any(isinstance(part, dict) or len(str(part)) > 60 for part in parts):
+            yield f"{indent}{key}"
+            yield from _lines(item, indent + "  ")
+            continue
+        if isinstance(item, dict):
+            item = ", ".join(f"{name} {x:,}" if type(x) is int else f"{name} {x}" for name, x in item.items())
+        yield f"{indent}{key} {item if parts or item not in ([], '') else 'none'}"
 
 
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}

@@ -49,13 +49,10 @@ class OrbaxBackend:
         everyone = set(range(jax.process_count())) if several else None
         self._barrier = coordination.FailableBarrier("save") if several else None
         processes = ocp.options.MultiprocessingOptions(active_processes=everyone)
-        handler = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
-            **{
-                STATE_ITEM: ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers()),
-                METADATA_ITEM: ocp.JsonCheckpointHandler(),
-            },
-        )
+        arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers())
+        items = {STATE_ITEM: arrays, METADATA_ITEM: ocp.JsonCheckpointHandler()}
+        composite = ocp.CompositeOptions(multiprocessing_options=processes)
+        handler = ocp.CompositeCheckpointHandler(composite_options=composite, **items)
         wait = self._barrier.wait if self._barrier else None
         options = ocp.AsyncOptions(timeout_secs=timeout_s, barrier_sync_fn=wait)
         self._checkpointer = ocp.AsyncCheckpointer(

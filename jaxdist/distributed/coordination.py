@@ -20,8 +20,6 @@ from jax._src import distributed  # the service's client has no public name in j
 from jaxdist.config import ConfigError
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
-_GATHER_S = 1_800  # for the slowest process to come so far
-_POLL_MS = 500  # between looks whether another process has failed
 _SHOWN_CHARS = 60  # of a value that differs
 
 _numbers = itertools.count()  # the same on all processes: they make the same calls in order
@@ -53,7 +51,7 @@ def barrier(timeout_s: int = _FOREVER_S) -> None:
         client.wait_at_barrier(f"jaxdist/barrier/{next(_numbers)}", 1000 * timeout_s)
 
 
-def gather(value: Any, timeout_s: int = _GATHER_S) -> dict[int, Any]:
+def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
     """Returns {process: its JSON value} on the first process, {} on the others, once all have given one."""
     board = Board("gather")
     if board.client is None:
@@ -169,7 +167,7 @@ class FailableBarrier:
     def _wait_for(self, key: str, deadline: float) -> None:
         while time.monotonic() < deadline:
             try:
-                self._client.blocking_key_value_get(key, _POLL_MS)
+                self._client.blocking_key_value_get(key, 500)  # ms; then a look whether one has failed
                 return
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):

@@ -154,18 +154,15 @@ class SkippingDataset(Dataset):
         vars(self).update(vars(dataset))
         self._whole = getattr(dataset, "_whole", dataset)
         self.windows = [[first, end] for first, end in windows]
-        self._merged: list[list[int]] = []
-        for first, end in sorted(self.windows):
-            if self._merged and first <= self._merged[-1][1]:
-                self._merged[-1][1] = max(end, self._merged[-1][1])
-            else:
-                self._merged.append([first, end])
 
     def position(self, step: int) -> int:
         """Returns the batch that is trained on after `step` updates."""
-        for first, end in self._merged:
+        left_out = 0  # all before is in a window that was counted
+        for first, end in sorted(self.windows):
+            first = max(first, left_out)
             if step >= first:
-                step += end - first
+                step += max(end - first, 0)
+            left_out = max(left_out, end)
         return step
 
     def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
