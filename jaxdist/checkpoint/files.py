@@ -219,7 +219,7 @@ def remove_leftovers(folder: Path) -> None:
             _remove_busy(path)
         elif path.suffix == _MARKER and path.stem.isdecimal():
             step = folder / path.stem
-            if not (step / MANIFEST).exists():
+            if step.exists() and not (step / MANIFEST).exists():
                 _remove_busy(step)
             if not step.exists() or (step / MANIFEST).exists():
                 path.unlink()
