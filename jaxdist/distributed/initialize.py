@@ -16,11 +16,11 @@ from jax._src import cache_key  # neither has a public name; see where they are 
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
+from jaxdist.distributed.cluster import LOOPBACK
 from jaxdist.distributed.coordination import _FOREVER_S, kv_client
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
-LOOPBACK = "127.0.0.1"
 # A frozen machine is noticed after the first; the others wait that long for the lead's last words.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 120}
 

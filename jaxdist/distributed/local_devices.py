@@ -1,6 +1,5 @@
 """The devices and ports of the machine that an agent shares out among its processes. No jax."""
 
-import contextlib
 import re
 import socket
 from collections.abc import Mapping
@@ -53,6 +52,4 @@ def visible_gpus(environ: Mapping[str, str], folder: Path = Path("/proc/driver/n
     """Returns the names of the GPUs that a process here would see: CUDA_VISIBLE_DEVICES, or all."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    with contextlib.suppress(OSError):
-        return [str(number) for number, _ in enumerate(folder.iterdir())]
-    return []
+    return [str(number) for number, _ in enumerate(folder.glob("*"))]

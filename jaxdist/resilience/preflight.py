@@ -20,7 +20,7 @@ from jaxdist.hardware import chips
 
 _TRIES, _CHAIN = 5, 16  # measurements, of which the best counts; matmuls in each
 
-Rate = float | None
+Rate = float | None  # a second; None: unknown
 
 
 def main() -> int:

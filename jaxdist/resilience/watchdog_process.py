@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from jaxdist.telemetry.metrics import MetricsWriter
 
-BEATS = ".beats"
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
 HANG_SIGNAL = DUMP_SIGNAL - 1  # kills a process that can no longer set its exit code; launch reports 76
 PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")  # as they come in a step
@@ -81,7 +80,7 @@ class WatchdogProcess:
 
     @property
     def _beats(self) -> Path:
-        return Path(self.folder) / BEATS
+        return Path(self.folder) / ".beats"
 
     @property
     def _peers(self) -> set[int]:
