@@ -22,9 +22,9 @@ Batches = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapp
 DEFAULT_SIZE = 32  # samples a step, where arrays are given and no size
 
 
-def open_given(
+def open_user_batches(
     batches: Batches, *, size: int | None = None, validation: Mapping[str, Any] | None = None, seed: int = 0
-) -> tuple[GivenBatches, int]:
+) -> tuple[UserDataset, int]:
     """Returns a dataset of what was given, and the samples of a global batch.
 
     Args:
@@ -63,10 +63,10 @@ def open_given(
     if held and ours != theirs:
         raise ConfigError(f"validation: a sample has {theirs}; in batches {ours}")
     sides = array_splits("batches", train, ArrayRows(held, np.arange(arrays.count_of(held))))
-    return GivenBatches([sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows), size
+    return UserDataset([sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows), size
 
 
-class GivenBatches(Dataset):
+class UserDataset(Dataset):
     """A dataset whose training batches may come whole from a source, in its order."""
 
     def __init__(self, *args: Any, compute: Callable[[int], Any] | None, example: Batch, **options: Any):

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data.user_batches import Batches, open_given
+from jaxdist.data.user_batches import Batches, open_user_batches
 from jaxdist.inference.decoding import Generation, SamplingConfig
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
@@ -69,7 +69,7 @@ def fit(
       trainer.Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a script ends with 75.
     """
     build, initial = _builder(model)
-    dataset, size = open_given(batches, size=batch_size, validation=validation, seed=seed)
+    dataset, size = open_user_batches(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
     made = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
     workdir = Path(temporary.name if temporary else folder)  # type: ignore[arg-type]
@@ -158,13 +158,13 @@ def _builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
         graph, *parts = nnx.split(model, nnx.RngState, nnx.Variable, ...)
         streams, arrays, rest = parts
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        flat = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(arrays)}
+        values = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(arrays)}
 
         def empty(rngs: nnx.Rngs) -> nnx.Module:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return nnx.merge(graph, streams, zeros, rest)
 
-        return empty, {path: np.asarray(x) for path, x in flat.items()}
+        return empty, {path: np.asarray(x) for path, x in values.items()}
     if not callable(model):
         raise ConfigError(f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one")
     make: Any = model
@@ -199,9 +199,8 @@ def _config(
     free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
     if taken := [key for key in settings if key in arguments and key not in free]:
         raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
-    defaults: dict[str, Any] = (
-        {"train.eval_every": max(arguments["train.steps"] // 10, 1)} if evaluates else {}
-    )
+    eval_every = max(arguments["train.steps"] // 10, 1) if evaluates else 0
+    defaults: dict[str, Any] = {"train.eval_every": eval_every}
     if not saves:
         defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
     values = schema.flatten(run_config.default_config(_TARGET))

@@ -24,6 +24,7 @@ from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -78,7 +79,8 @@ def init_or_restore(
         library = pool.submit(checkpoints.preload)
         prepared = pool.submit(_prepare, store, built)
         if not coordination.broadcast(folders.has_steps(store.folder)):
-            if coordination.broadcast(workdir.has_saved(folder)):
+            events = read_events(folder)
+            if coordination.broadcast(any(e["event"] == "save" and e.get("ok") for e in events)):
                 raise CheckpointError(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"

@@ -26,7 +26,7 @@ from jaxdist.step.gradients import build_objective
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import atomic, lock
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.telemetry.metrics import Throughput, read_events
+from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
 from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resume, run_fingerprint
 
@@ -118,11 +118,6 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     if faults:
         raise ConfigError(faults)
     write_json(folder / CONFIG, new.to_dict())
-
-
-def has_saved(folder: Path) -> bool:
-    """Returns whether the run's events tell of a good save."""
-    return any(event["event"] == "save" and event.get("ok") for event in read_events(folder))
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:

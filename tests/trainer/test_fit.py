@@ -23,7 +23,7 @@ from flax import nnx
 import jaxdist
 from jaxdist.config import ConfigError
 from jaxdist.data.dataset import SourceError
-from jaxdist.data.user_batches import open_given
+from jaxdist.data.user_batches import open_user_batches
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models import registry
 from jaxdist.models.transformer import Transformer, TransformerConfig
@@ -199,13 +199,13 @@ def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
 
 
 def rows_of(arrays: dict, steps: int) -> list[dict]:
-    dataset, size = open_given(arrays, size=16)
+    dataset, size = open_user_batches(arrays, size=16)
     return [dataset.train_batch(step, size) for step in range(steps)]
 
 
 def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
     rows = dict(number=np.arange(48), image=np.arange(48, dtype=np.uint8)[:, None])
-    dataset, size = open_given(rows, size=12, seed=1)
+    dataset, size = open_user_batches(rows, size=12, seed=1)
     read = [dataset.train_batch(step, size) for step in range(8)]
     epochs = [np.concatenate([batch["number"] for batch in read[i : i + 4]]) for i in (0, 4)]
     assert all(sorted(epoch.tolist()) == list(range(48)) for epoch in epochs)
@@ -215,10 +215,10 @@ def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
     np.testing.assert_allclose(read[0]["image"][:, 0], read[0]["number"] / 255, rtol=1e-6)
     part = dataset.train_batch(3, size, np.array([2, 5]))
     np.testing.assert_array_equal(part["number"], read[3]["number"][[2, 5]])
-    other, _ = open_given(rows, size=12, seed=2)
+    other, _ = open_user_batches(rows, size=12, seed=2)
     assert other.fingerprint == dataset.fingerprint
     assert other.train_batch(0, size)["number"].tolist() != read[0]["number"].tolist()
-    changed, _ = open_given(rows | dict(number=np.arange(48) + 1), size=12)
+    changed, _ = open_user_batches(rows | dict(number=np.arange(48) + 1), size=12)
     assert changed.fingerprint != dataset.fingerprint
 
 
@@ -230,17 +230,17 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
             made.append(i)
             yield dict(x=np.full(2, i))
 
-    dataset, size = open_given(counting())
+    dataset, size = open_user_batches(counting())
     assert size == 2 and dataset.train_batch(4, 2)["x"].tolist() == [4, 4] and made == [0, 1, 2, 3, 4]
     assert dataset.train_batch(0, 2)["x"].tolist() == [0, 0]  # the first is kept, for its shapes
     with pytest.raises(SourceError, match="cannot go back"):
         dataset.train_batch(2, 2)
-    dataset, _ = open_given(counting())
+    dataset, _ = open_user_batches(counting())
     with pytest.raises(SourceError, match="ended after 6 batches"):
         dataset.train_batch(6, 2)
-    dataset, _ = open_given([dict(x=np.full(2, i)) for i in range(3)])
+    dataset, _ = open_user_batches([dict(x=np.full(2, i)) for i in range(3)])
     assert [int(dataset.train_batch(step, 2)["x"][0]) for step in (1, 2, 3, 7, 5)] == [1, 2, 0, 1, 2]
-    dataset, _ = open_given(lambda step: dict(x=np.zeros(2 + step)))
+    dataset, _ = open_user_batches(lambda step: dict(x=np.zeros(2 + step)))
     with pytest.raises(SourceError, match="one after 1 updates has 3 x"):
         dataset.train_batch(1, 2)
 
