@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Watchdog(config.watchdog, folder) as watch:  # joining, and finding devices, may hang
             _prepare()
-            here = jax.local_device_count()
-            full = coordination.broadcast(elastic.full_devices(os.environ, folder, per_process=here))
+            count = jax.local_device_count()
+            full = coordination.broadcast(elastic.full_devices(os.environ, folder, per_process=count))
             trainer.run(config, folder, title=flags.config, full_devices=full, watch=watch)
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed

@@ -54,13 +54,13 @@ class RunModel(LM):
         return texts
 
 
-def _settings(asked: dict[str, Any]) -> tuple[tuple[str, ...], int, SamplingConfig]:
+def _settings(options: dict[str, Any]) -> tuple[tuple[str, ...], int, SamplingConfig]:
     """Returns stop strings, most tokens and sampling; greedy unless a task asks to sample."""
-    until = asked.get("until") or ()
+    until = options.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    most = next((int(asked[name]) for name in _LENGTHS if asked.get(name)), 256)
-    temperature = float(asked.get("temperature", 1.0)) if asked.get("do_sample") else 0.0
-    sampling = SamplingConfig(temperature, int(asked.get("top_k") or 0), float(asked.get("top_p") or 1.0))
+    most = next((int(options[name]) for name in _LENGTHS if options.get(name)), 256)
+    temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
+    sampling = SamplingConfig(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
     return stops, most, sampling
 
 
