@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
@@ -66,7 +67,7 @@ def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-class Loader:
+class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
     """Iterates over device batches, prepared ahead by a thread.
 
     Training batches start at any step and never end; held-out batches end after the last. Use as a
@@ -113,9 +114,6 @@ class Loader:
     def _make(self, step: int) -> DeviceBatch:
         return self._placer(self._read(step, self._size, self._placer.rows))
 
-    def __iter__(self) -> Iterator[DeviceBatch]:
-        return self
-
     def __next__(self) -> DeviceBatch:
         """Returns the next batch.
 
@@ -145,9 +143,6 @@ class Loader:
         self._ahead.clear()
         if self._thread:
             self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

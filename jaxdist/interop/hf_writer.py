@@ -27,8 +27,8 @@ from jaxdist.interop.families import LAYER, Family, Shapes
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 
 KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
-GENERATION = "generation_config.json"
-TOKENIZER_FILES = (
+_SMALL_FILES = (
+    hf_config.CONFIG, "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
@@ -38,7 +38,7 @@ _DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dty
 def copy_small_files(source: Path | str, target: Path) -> None:
     """Copies what of a Hugging Face folder says how to use its weights, if it is there at all."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in (hf_config.CONFIG, GENERATION, *TOKENIZER_FILES):
+    for name in _SMALL_FILES:
         if (file := Path(source) / name).is_file():
             shutil.copyfile(file, target / name)
 

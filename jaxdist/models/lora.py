@@ -66,7 +66,7 @@ class LoraKernel(nnx.Module):
         names = [shape.names]
         if config.base != "none":
             make = extras.load("jaxdist.models.lora_quantization", extra="lora").form_of
-            self.form = make(config.base, shape.names, shape.own, shape.contract, shape.path)
+            self.form = make(config.base, shape.names, shape.dims, shape.contract, shape.path)
             names.append(self.form.scale_names(shape.names))
         for part, name, value in zip(self.parts, names, self._stored(kernel[...]), strict=True):
             setattr(self, part, nnx.Param(value, logical=name, trainable=False))
@@ -92,7 +92,7 @@ class LoraKernel(nnx.Module):
 
     def add_low_rank(self, shape: Shape, rank: int, rngs: nnx.Rngs) -> None:
         """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first nothing changes."""
-        inputs, outputs = shape.own[: shape.contract], shape.own[shape.contract :]
+        inputs, outputs = shape.dims[: shape.contract], shape.dims[shape.contract :]
         bound = math.prod(inputs) ** -0.5
         a = jax.random.uniform(rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound)
         b = jnp.zeros((*shape.stack, rank, *outputs))
@@ -136,7 +136,7 @@ class Shape:
     path: str
     names: Names
     stack: tuple[int, ...]  # dims before the kernel's own
-    own: tuple[int, ...]
+    dims: tuple[int, ...]  # its own
     contract: int  # how many of its own dims are inputs
 
 
