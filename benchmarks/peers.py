@@ -21,7 +21,7 @@ from points import POINTS, Point, command, find
 
 from jaxdist.config import ConfigError, files
 from jaxdist.planner import targets, timing
-from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.compiler import CompileOptions, versions
 from jaxdist.planner.plan import Plan, make_plan
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
@@ -64,7 +64,7 @@ def row(point: Point, plan: Plan) -> dict[str, Any]:
     found["ours_over_peer"] = _ratios(point, found["ours"])
     if point.published_s:
         found["against_published"] = _against(point.published_s, ours)
-    found["versions"], found["compile_cpu_s"] = dict(done.versions), round(done.cpu_seconds, 1)
+    found["versions"], found["compile_cpu_s"] = versions(), round(done.cpu_seconds, 1)
     return found
 
 

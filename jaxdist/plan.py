@@ -5,6 +5,7 @@ Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there 
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -39,19 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError("--fix mends one layout, --search looks for another; give one of them")
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     folder = _folder(flags.workdir) if flags.workdir else None
-    more: dict[str, Any] = {"price_per_chip_hour": flags.price_per_chip_hour}
-    more |= {"tokens": int(flags.tokens)} if flags.tokens else {}
     ranked: dict[str, Any] = {}
     with _progress() as say:
         if flags.search:
             ranking = search.search(run, target, say=say)
             code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
-            report = replace(plan, **more).to_json()
-            report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         else:
-            plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say, **more)
-            code, report = plan.exit_code, plan.to_json()
+            plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say)
+            code = plan.exit_code
+    tokens = int(flags.tokens) if flags.tokens else plan.tokens
+    report = replace(plan, tokens=tokens, price_per_chip_hour=flags.price_per_chip_hour).to_json()
     if ranked:
+        report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         search.show(ranked, console, _run_words(arguments or sys.argv))
     show.show(report, console)
     if folder:
@@ -66,8 +66,8 @@ def _first(ranking: search.Ranking) -> Plan:
     """Returns the winner's plan; if none fits the nearest's; if none was compiled what arithmetic says."""
     if ranking.compiled:
         return ranking.compiled[0].plan
-    plan, _, _ = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
-    return replace(plan, exit_reason=f"not compiled: {ranking.stopped}")
+    plan = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
+    return replace(plan, exit_reason=f"not compiled: {ranking.summary['stopped']}")
 
 
 def _folder(name: str) -> Path:
@@ -90,9 +90,9 @@ def _target(text: str) -> targets.Target:
 
 def _run_words(words: Sequence[str]) -> str:
     """Returns what says which run it is: `--config NAME --config.a.b=value`."""
-    pairs = zip(["", *words], words, strict=False)
-    own = "--config"  # without "=", its value is the next word
-    return shlex.join(w for v, w in pairs if w.startswith(own) or (v.startswith(own) and "=" not in v))
+    flag = "--config"  # without "=", its value is the next word
+    pairs = itertools.pairwise(["", *words])
+    return shlex.join(w for v, w in pairs if w.startswith(flag) or (v.startswith(flag) and "=" not in v))
 
 
 @contextlib.contextmanager

@@ -8,22 +8,21 @@ then that of one slice). All come out as one `Collective` each.
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import PurePath
-from typing import get_args
 
 import numpy as np
 
 from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import formulas
+from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import time_text
 
-KINDS: tuple[str, ...] = get_args(formulas.Collective)
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
@@ -60,7 +59,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one execution of the bandwidth-optimal algorithm."""
-        return formulas.wire_bytes(self.kind, self.bytes, self.group_size)
+        return wire_bytes(self.kind, self.bytes, self.group_size)
 
     @property
     def wire_s(self) -> float:
@@ -82,9 +81,9 @@ def collectives(
       target: gives links, and so times.
       mesh_ids: physical ids of the mesh's devices in order (`Compiled.mesh_ids`).
     """
-    reader = _Reader(module, shape, target, mesh_ids)
-    found = [one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1]
-    return [_with_weights(one, found) for one in found]
+    reader = _Reader(module, shape, target, mesh_ids or range(shape.num_devices))
+    spanning = [one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1]
+    return [_with_weights(one, spanning) for one in spanning]
 
 
 class _Reader:
@@ -96,52 +95,53 @@ class _Reader:
             name: [step for step in steps.values() if _kind(step)]
             for name, steps in module.computations.items()
         }
-        self.around = {id(s): module.computations[name] for name, found in self.inside.items() for s in found}
         sizes = np.array(tuple(shape.sizes.values()))
         inner = (sizes // tuple(shape.dcn.values()))[:, None]
         self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)  # [axes, places in the mesh]
         first_slice = ~(self.coordinates // inner).any(axis=0)
-        between = any(_BETWEEN_SLICES.search(s.text) for found in self.inside.values() for s in found)
+        between = any(_BETWEEN_SLICES.search(s.text) for steps in self.inside.values() for s in steps)
         # Where in the mesh the executable's devices are: between slices it is the program of one.
         self.places = np.flatnonzero(first_slice | (not between))
         self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))  # alike, one of each slice
 
     def of_run(self, run: hlo.LoopRun) -> Iterator[Collective]:
-        steps = list(self.module.computations[run.computation].values())
-        spans: dict[object, list] = {}  # place of the first and the last part, instruction, collective
+        steps = self.module.computations[run.computation]
+        spans: dict[object, list] = {}  # place of the first and the last part, outer, inner, its computation
         keys: dict[str, object] = {}  # instruction -> key of the span that it started or went on with
-        for place, step in enumerate(steps):
-            if step.opcode == "recv" and (found := _RENDEZVOUS.search(step.text)):
-                keys[step.name] = found.group(1)
+        for place, step in enumerate(steps.values()):
+            if step.opcode == "recv" and (match := _RENDEZVOUS.search(step.text)):
+                keys[step.name] = match.group(1)
             if step.opcode.endswith(("-update", "-done")):
                 key = keys.get(next(iter(step.operands), ""))
                 if key in spans:  # else it ends a callback to the host
                     spans[key][1], keys[step.name] = place, key
                 continue
-            for inner in self._collectives_of(step):
+            for inner, around in self._collectives_of(step, run.computation):
                 key = keys[step.name] = _key(step, inner)
-                spans.setdefault(key, [place, place, step, inner])[1] = place
-        for begins, ends, outer, inner in spans.values():
-            yield self._collective(run, steps, begins, ends, outer, inner)
+                spans.setdefault(key, [place, place, step, inner, around])[1] = place
+        for begins, ends, outer, inner, around in spans.values():
+            operands = inner.operands[: 1 if inner.opcode == "send" else None]
+            types = [part for name in operands for part in self.module.computations[around][name].types]
+            yield self._collective(run, begins, ends, outer, inner, types)
 
-    def _collectives_of(self, step: hlo.Instruction) -> list[hlo.Instruction]:
-        """Returns the collectives that an instruction is or holds; none for loops and branches."""
+    def _collectives_of(self, step: hlo.Instruction, around: str) -> list[tuple[hlo.Instruction, str]]:
+        """Returns the collectives that an instruction is or holds, each with its computation."""
         if _kind(step):
-            return [step]
-        if step.opcode not in ("fusion", "call-start", "async-start"):
+            return [(step, around)]
+        if step.opcode not in ("fusion", "call-start", "async-start"):  # loops and branches
             return []
         called = step.called("calls", "to_apply", "called_computations")
-        return [inner for name in called for inner in self.inside.get(name, ())]
+        return [(inner, name) for name in called for inner in self.inside.get(name, ())]
 
-    def _collective(self, run: hlo.LoopRun, steps, begins: int, ends: int, outer, inner) -> Collective:
+    def _collective(self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
         group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
         kind, axis = _kind(inner), self._axis(group, inner)
-        types = [part for operand in self._operands(inner) for part in operand.types]
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
         source = self._source(run, outer, inner)
-        between = sorted(steps[begins + 1 : ends], key=lambda step: -step.cycles)
+        between = islice(self.module.computations[run.computation].values(), begins + 1, ends)
+        longest = sorted(between, key=lambda step: -step.cycles)[:2]
         return Collective(
             kind=kind,
             axis=axis,
@@ -158,13 +158,9 @@ class _Reader:
             computation=run.computation,
             begins=begins,
             ends=ends,
-            link=self._link(group),
-            hidden_by=", ".join(_described(step) for step in between[:2] if step.cycles),
+            link=self.target.group_link([self.mesh_ids[place] for place in group]) if self.target else None,
+            hidden_by=", ".join(_described(step) for step in longest if step.cycles),
         )
-
-    def _operands(self, collective: hlo.Instruction) -> list[hlo.Instruction]:
-        operands = collective.operands[: 1 if collective.opcode == "send" else None]
-        return [self.around[id(collective)][operand] for operand in operands]
 
     def _source(self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
         """Returns an instruction that says where a collective comes from: it, or what it was made of."""
@@ -186,15 +182,9 @@ class _Reader:
         whole = math.prod(sizes[axis] for axis in axes) == len(group)
         return ("" if whole or _kind(step) == "collective-permute" else "part of ") + "+".join(axes)
 
-    def _link(self, group: np.ndarray) -> Link | None:
-        if self.target is None or len(group) < 2:
-            return None
-        ids = self.mesh_ids or range(self.shape.num_devices)
-        return self.target.group_link([ids[place] for place in group])
-
     def _what(self, kind: str, axis: str, run: hlo.LoopRun, step: hlo.Instruction, types) -> str:
-        found = [self.module.origin(run.computation, operand) for operand in step.operands]
-        origins = {_parameter(step.op_name) for step in found if step}
+        sources = (self.module.origin(run.computation, operand) for operand in step.operands)
+        origins = {_parameter(source.op_name) for source in sources if source}
         if kind not in ("reduce-scatter", "all-to-all") and origins:
             return f"gather of {', '.join(sorted(origins))}"
         if hlo.num_bytes(types) <= 4096:
@@ -213,7 +203,7 @@ _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:op_nam
 
 
 def warnings(
-    found: Sequence[Collective], *, compute: str, forwards_per_backward: float = 1.0, log: str = ""
+    collectives: Sequence[Collective], *, compute: str, forwards_per_backward: float = 1.0, log: str = ""
 ) -> list[str]:
     """Returns what slows the step down, a sentence each: where it comes from, and the cure.
 
@@ -222,7 +212,7 @@ def warnings(
       forwards_per_backward: attention forward kernels per backward (`timing.forwards_per_backward`).
       log: what the compiler wrote.
     """
-    large = [one for one in found if one.bytes >= _LARGE]
+    large = [one for one in collectives if one.bytes >= _LARGE]
     lines = [*_synchronous(large), *_slow_links(large)]
     if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
         cure = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
@@ -246,11 +236,11 @@ def warnings(
     return lines
 
 
-def _synchronous(found: Sequence[Collective]) -> Iterator[str]:
-    groups: dict[tuple[str, str, str], list[Collective]] = {}
-    for one in found:
+def _synchronous(collectives: Sequence[Collective]) -> Iterator[str]:
+    groups: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for one in collectives:
         if one.in_loop and not one.asynchronous and (one.link is None or one.link.name != "memory"):
-            groups.setdefault((one.kind, one.axis, one.what.split()[0]), []).append(one)
+            groups[one.kind, one.axis, one.what.split()[0]].append(one)
     for (kind, axis, what), group in groups.items():
         cure = {
             "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
@@ -265,11 +255,11 @@ def _synchronous(found: Sequence[Collective]) -> Iterator[str]:
         )
 
 
-def _slow_links(found: Sequence[Collective]) -> Iterator[str]:
-    groups: dict[tuple[str, str], list[Collective]] = {}
-    for one in found:
+def _slow_links(collectives: Sequence[Collective]) -> Iterator[str]:
+    groups: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
+    for one in collectives:
         if one.link is not None and one.link.name in _SLOW and set(one.axis.split("+")) & set(CHATTY_AXES):
-            groups.setdefault((one.axis, one.link.name), []).append(one)
+            groups[one.axis, one.link.name].append(one)
     *others, last = CROSSING_AXES
     for (axis, link), group in groups.items():
         seconds = time_text(sum(one.step_s for one in group))
@@ -292,11 +282,11 @@ def _places(group: Sequence[Collective]) -> str:
 
 def _kind(step: hlo.Instruction) -> str:
     """Returns the kind, of KINDS, of a collective instruction; "" for others."""
-    if found := _OPCODE.search(step.text):
-        name = found.group(1)
+    if match := _OPCODE.search(step.text):
+        name = match.group(1)
         return {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}.get(name, name)
-    if (found := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
-        name = found.group(1).lower().replace("_", "-")
+    if (match := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
+        name = match.group(1).lower().replace("_", "-")
         return name if name in KINDS else "collective-permute"
     return ""
 
@@ -306,8 +296,8 @@ def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
 
     Fusions repeat it, and its channel tells; plain collectives may share theirs.
     """
-    if found := _RENDEZVOUS.search(step.text):
-        return found.group(1)
+    if match := _RENDEZVOUS.search(step.text):
+        return match.group(1)
     if step.opcode == "fusion" and not _keeps_shard(step):
         return _kind(collective), collective.value("channel_id")
     return step.name
@@ -328,19 +318,18 @@ def _parameter(op_name: str) -> str:
     return "/".join(parts if root == "trainable" else [root, *parts])
 
 
-def _with_weights(one: Collective, found: Sequence[Collective]) -> Collective:
+def _with_weights(one: Collective, collectives: Sequence[Collective]) -> Collective:
     """Returns a gradient's collective with the names of the weights of its size that its line gathers."""
     if one.what != "gradient":
         return one
-    gathers = [g for g in found if g.module == one.module and g.gathers_weights]
+    gathers = [g for g in collectives if g.module == one.module and g.gathers_weights]
     sizes = {g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers}
-    own, counts = one.bytes / _itemsize(one.dtype), Counter(sizes.values())
-    # Some are padded; some travel together.
-    names = [
-        name
-        for name, size in sizes.items()
-        if 1 <= round(own / size) <= counts[size] and abs(own / size / round(own / size) - 1) < 0.2
-    ]
+    counts, names = Counter(sizes.values()), []
+    for name, size in sizes.items():
+        ratio = one.bytes / _itemsize(one.dtype) / size
+        # Some are padded; some travel together.
+        if 1 <= round(ratio) <= counts[size] and abs(ratio / round(ratio) - 1) < 0.2:
+            names.append(name)
     return replace(one, what=f"gradient of {' or '.join(names)}" if names else "gradient")
 
 

@@ -46,19 +46,11 @@ _NOISE = re.compile(  # what libtpu and the CUDA plugin say on every machine wit
 
 
 class DoesNotFit(Exception):
-    """The compiler refused the step: a device's memory does not hold it."""
-
-    def __init__(self, needed_bytes: int, capacity_bytes: int):
-        super().__init__(f"needs {needed_bytes:,} bytes a device, there are {capacity_bytes:,}")
-        self.needed_bytes, self.capacity_bytes = needed_bytes, capacity_bytes
+    """The compiler refused the step; args: bytes that it needs of a device, and bytes that there are."""
 
 
 class CannotTell(Exception):
-    """The compiler did not answer: it crashed, or took more than its caps; `tail` ends its log."""
-
-    def __init__(self, reason: str, tail: str = ""):
-        super().__init__(reason)
-        self.reason, self.tail = reason, tail
+    """The compiler did not answer: it crashed, or took more than its caps. Ends with the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,6 @@ class Compiled:
     host_temp_bytes: int
     hlo: str  # the scheduled program; "" where this pair of versions cannot print it
     mesh_ids: tuple[int, ...]  # [g] = device id of member g of the program's replica groups
-    versions: Mapping[str, str]
     seconds: float = 0.0  # of wall time to compile
     cpu_seconds: float = 0.0
     child_peak_bytes: int = 0  # resident memory of the child that was just run
@@ -111,32 +102,30 @@ def compile_run(
       MissingExtra: the target's compiler is not installed.
     """
     options = options or CompileOptions()
-    notes = tuple(check_versions(target.platform))
+    notes = list(check_versions(target.platform))
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
         workdir.write_json(folder / workdir.CONFIG, schema.to_config_dict(run).to_dict())
-        request = {
-            "target": target.text,
-            "platform": target.platform,
-            "cache": str(_cache(options) or folder),
-            "flags": compiler_flags(target.platform, options, os.environ),
-        }
+        flags = compiler_flags(target.platform, options, os.environ)
+        request = {"target": target.text, "cache": str(_cache(options) or folder), "flags": flags}
         workdir.write_json(folder / "request.json", request)
         result = _watch(folder, _environment(target, os.environ), options, say)
         if "faults" in result:
             raise ConfigError(result["faults"])
         if "error" in result:
-            raise CannotTell(result["error"], "\n".join(read_log(folder).splitlines()[-_TAIL_LINES:]))
+            tail = read_log(folder).splitlines()[-_TAIL_LINES:]
+            ending = "\n".join(["; the end of its log:", *tail]) if tail else ""
+            raise CannotTell(result["error"] + ending)
         entry = read_entry(Path(result.pop("entry")))
     if entry is None:
         raise CannotTell("the compiler's result was taken out of the cache before it was read; plan again")
     if refusal := entry.pop("does_not_fit", None):
         raise DoesNotFit(*refusal)
-    notes += tuple(result.pop("notes")) + tuple(
+    notes += result.pop("notes") + [
         f"{flag}: refused by this compiler and left out; take it out of your flags as well"
         for flag in entry.pop("refused")
-    )
-    return Compiled(**entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": notes})
+    ]
+    return Compiled(**entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": tuple(notes)})
 
 
 def _cache(options: CompileOptions) -> Path | None:
@@ -190,30 +179,29 @@ def check_versions(platform: str) -> Iterator[str]:
       MissingExtra: there is no compiler for the platform.
     """
     modules: dict[str, tuple[str, ...]] = {"tpu": ("libtpu",), "gpu": CUDA_PLUGINS}
-    wanted = modules.get(platform, ())
-    installed = [name for name in wanted if find_spec(name)]
-    if wanted and not installed:
-        extras.require(wanted[0])
-    here, names = versions(), [name.replace("_", "-") for name in installed]
-    for fault in version_faults({package: here.get(package) for package in PACKAGES}):
-        if fault.partition(" ")[0] in names:
+    compilers = modules.get(platform, ())
+    installed = [name.replace("_", "-") for name in compilers if find_spec(name)]
+    if compilers and not installed:
+        extras.require(compilers[0])
+    for fault in version_faults(versions()):
+        if fault.partition(" ")[0] in installed:
             yield f"{fault}; until then the program may not be printable"
 
 
 def version_faults(versions: Mapping[str, str | None]) -> list[str]:
-    """Returns which packages do not belong together, each with its cure.
+    """Returns which of the installed packages do not belong together, each with its cure.
 
     jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin must have
     jaxlib's number, and jax's metadata says which libtpu it was tested with.
     """
-    jax_version, jaxlib = versions["jax"], versions["jaxlib"]
+    jax_version, jaxlib = versions.get("jax"), versions.get("jaxlib")
     faults = []
     if _numbers(jaxlib) != _numbers(jax_version):
         faults.append(f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}")
     for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        if (version := versions[plugin]) and _numbers(version) != _numbers(jaxlib):
+        if (version := versions.get(plugin)) and _numbers(version) != _numbers(jaxlib):
             faults.append(f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
-    wanted, libtpu = required_libtpu(importlib.metadata.requires("jax") or []), versions["libtpu"]
+    wanted, libtpu = required_libtpu(importlib.metadata.requires("jax") or []), versions.get("libtpu")
     if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
         faults.append(
             f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
@@ -229,10 +217,8 @@ def _numbers(version: str | None) -> list[str]:
 
 def required_libtpu(requirements: list[str]) -> str | None:
     """Returns the libtpu version (or its beginning) that jax's extra `tpu` asks for."""
-    for line in requirements:
-        if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)", line):
-            return match[1]
-    return None
+    pattern = r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)"
+    return next((match[1] for line in requirements if (match := re.match(pattern, line))), None)
 
 
 def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
@@ -243,7 +229,8 @@ def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
     words = [w for w in environ.get("XLA_FLAGS", "").split() if not w.startswith(_NOT_INHERITED)]
     if target.platform == "cpu":
         words.append(f"--xla_force_host_platform_device_count={target.num_devices}")
-    child = dict(environ) | {
+    kept = {name: value for name, value in environ.items() if name != "LIBTPU_INIT_ARGS"}
+    return kept | {
         "JAX_PLATFORMS": "cpu",  # with `cuda,cpu` the CUDA plugin wants a GPU
         "XLA_FLAGS": " ".join(words),
         "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
@@ -251,8 +238,6 @@ def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # it cannot read ahead-of-time programs back
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    child.pop("LIBTPU_INIT_ARGS", None)
-    return child
 
 
 # --- the child ------------------------------------------------------------------------------------
@@ -267,8 +252,9 @@ def _watch(
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        while not fault and _runs(child):
-            peak = max(peak, resident_bytes(child.pid))
+        while not fault and child.poll() is None:
+            time.sleep(0.1)
+            peak = max(peak, _resident_bytes(child.pid))
             if peak > options.memory_bytes:
                 fault = f"the compiler took more than {options.memory_bytes / GIB:.3g} GiB of this machine"
             elif time.monotonic() - began > options.timeout_s:
@@ -284,16 +270,7 @@ def _watch(
     return {"error": fault or f"the compiler's process {end} while {stage or 'starting'}"}
 
 
-def _runs(child: subprocess.Popen) -> bool:
-    """Returns whether the child still runs, after a moment."""
-    try:
-        child.wait(0.1)
-        return False
-    except subprocess.TimeoutExpired:
-        return True
-
-
-def resident_bytes(process: int) -> int:
+def _resident_bytes(process: int) -> int:
     """Returns a process's resident memory now; 0 where the system does not say."""
     pages = _read(Path(f"/proc/{process}/statm")).split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -18,10 +17,8 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, pipeline_report, validation
 from jaxdist.trainer.run_config import RunConfig
 
-Say = Callable[[str], None]
 
-
-def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> None:
+def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print) -> None:
     """Says what a run on these devices would do and need; compiles its step, allocates nothing.
 
     Raises:
@@ -38,30 +35,23 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
     say("\n" + platform_flags.flag_table(chips.platform_of(platform)))
-    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])
     together = memory.accounted_peak(components)
     for name, size in (components | {"together": together}).items():
         say(f"  {name:<28} {size:>18,} bytes")
-    say(_against_capacity(together, devices[0]))
+    if chip := chips.chip_for(devices[0].device_kind):
+        share = together / chip.capacity_bytes
+        say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")
+    else:
+        say(f"  {devices[0].device_kind}: memory unknown, so not compared")
+    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say(f"\ncompiling the step for {platform} ...")
     began = time.monotonic()
     compiled = compile_step(run, built)
     say(f"memory per device, by the compiler ({time.monotonic() - began:.0f} s):")
     for line in _compiler_lines(compiled, platform):
         say("  " + line)
-
-
-# --- by arithmetic --------------------------------------------------------------------------------
-
-
-def _against_capacity(size: int, device: jax.Device) -> str:
-    chip = chips.chip_for(device.device_kind)
-    if chip is None:
-        return f"  {device.device_kind}: memory unknown, so not compared"
-    capacity = chip.compiler_hbm_bytes or chip.hbm_bytes
-    return f"  {size / capacity:.0%} of a {chip.name}'s {capacity:,} bytes"
 
 
 # --- by the compiler ------------------------------------------------------------------------------
@@ -87,17 +77,17 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
 
 
 def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
-    found = compiled.memory_analysis()
-    if found is None:
+    sizes = compiled.memory_analysis()
+    if sizes is None:
         return [f"{platform} does not say"]
+    arguments, given_back, temporaries = (
+        getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "alias", "temp")
+    )
     rows = {
-        "arguments": found.argument_size_in_bytes,
-        "given back": found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "peak, at most": found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes,
+        "arguments": arguments,
+        "given back": given_back,
+        "temporaries": temporaries,
+        "peak, at most": arguments + sizes.output_size_in_bytes - given_back + temporaries,
     }
     lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
     if platform == "cpu":
@@ -108,14 +98,13 @@ def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
 # --- devices that are not there -------------------------------------------------------------------
 
 
-def missing_devices(mesh: MeshConfig, environ: dict[str, str] | Any) -> int | None:
+def missing_devices(mesh: MeshConfig, environ: Mapping[str, str]) -> int | None:
     """Returns how many CPU devices a dry run should emulate, or None to take what there is.
 
     Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
     """
-    if platform_flags.detect_platform(environ) != "cpu":
-        return None
-    if "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", ""):
+    said = "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", "")
+    if said or platform_flags.detect_platform(environ) != "cpu":
         return None
     needed = math.prod(max(getattr(mesh, axis), 1) for axis in AXES)
     return needed if needed > 1 else None

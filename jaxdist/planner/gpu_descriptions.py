@@ -15,35 +15,28 @@ _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
 }
 
 
+# What they have in common.
+_LIMITS = (
+    "threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 "
+    "shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536 "
+    "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+    "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
+)
+
+
 def gpu_description(chip: chips.Chip) -> str:
     """Returns the description of a GPU that has a family."""
     major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
-    fields = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "threads_per_core_limit": 2048,
-        "shared_memory_per_block": 48 * 1024,
-        "shared_memory_per_core": shared * 1024,
-        "shared_memory_per_block_optin": (shared - 1) * 1024,  # one KiB of each block is the system's
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-        "core_count": cores,
-        "fpus_per_core": units,
-        "clock_rate_ghz": clock,
-        "l2_cache_size": int(l2 * 2**20),
-        "device_memory_size": memory,
-        "memory_bandwidth": int(chip.hbm_bytes_per_s),
-    }
-    body = " ".join(f"{name}: {value}" for name, value in fields.items())
-    own = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # sm_90a: Hopper's own instructions
+    accelerated = (
+        "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    )  # sm_90a: Hopper's instructions
     return (
-        f"gpu_device_info {{ {body} cuda_compute_capability {{ major: {major} {own} }} }} "
+        f"gpu_device_info {{ {_LIMITS} shared_memory_per_core: {shared * 1024} "
+        f"shared_memory_per_block_optin: {(shared - 1) * 1024} "  # one KiB of each block is the system's
+        f"core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} "
+        f"l2_cache_size: {int(l2 * 2**20)} device_memory_size: {memory} "
+        f"memory_bandwidth: {int(chip.hbm_bytes_per_s)} "
+        f"cuda_compute_capability {{ major: {major} {accelerated} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} '
         f'device_description_str: "{chip.device_kinds[0]}"'
     )

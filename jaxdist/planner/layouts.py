@@ -13,6 +13,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
 from jaxdist.parallel.axes import BUILT, CROSSING_AXES, REST_AXIS, STATE_AXES, STEP_AXES, divisors
@@ -20,7 +22,7 @@ from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.planner import formulas, memory
-from jaxdist.planner.targets import Link, Target, validate_for
+from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import build
@@ -107,15 +109,9 @@ class Candidate:
     def complexity(self) -> int:
         """How much there is to set and to understand."""
         run = self.run
-        return 2 * len(self.axes) + sum(
-            (
-                run.batch.accumulation > 1,
-                run.mesh.sequence_parallel,
-                run.mesh.zero < 3,
-                ":" in run.remat.policy,
-                run.pipeline.chunks > 1,
-            )
-        )
+        split = run.mesh.sequence_parallel, run.mesh.zero < 3
+        parts = run.batch.accumulation > 1, run.pipeline.chunks > 1
+        return 2 * len(self.axes) + sum(split) + sum(parts) + (":" in run.remat.policy)
 
     def overrides(self, run: RunConfig) -> list[str]:
         """Returns what it changes of a run, as on the command line."""
@@ -129,19 +125,19 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     Raises:
       ConfigError: no mesh is legal.
     """
-    legal, faults, spec, error = [], Counter[str](), None, ConfigError("no mesh is legal")
+    legal, faults = [], Counter[str]()
+    error = ConfigError("no mesh is legal")
+    flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
     for mesh in _meshes(run.mesh, target):
-        tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1))
-        if mesh.pipeline > 1:
-            flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
-            tried = replace(tried, pipeline=flow)
+        pipeline = flow if mesh.pipeline > 1 else run.pipeline
+        tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1), pipeline=pipeline)
         try:
             shape, _, spec = validate_for(tried, target)
             legal.append((tried, shape))
         except ConfigError as refusal:
             error = refusal
             faults[re.sub(r"\d+", "N", refusal.faults[0].partition("; ")[0])] += 1
-    if spec is None:
+    if not legal:
         raise error
     return legal, dict(faults.most_common()), spec
 
@@ -152,31 +148,24 @@ def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
     for sizes in product(divisors(total), repeat=len(varied)):
         if total % math.prod(sizes):
             continue
-        mesh = replace(
-            base,
-            **dict(zip(varied, sizes, strict=True)),
-            fsdp=total // math.prod(sizes),
-            dcn=DcnConfig(),
-            zero=3,
-            sequence_parallel=False,
-        )
+        split = dict(zip(varied, sizes, strict=True)) | {"fsdp": total // math.prod(sizes)}
         for axis in CROSSING_AXES if slices > 1 else (REST_AXIS,):
-            if getattr(mesh, axis) % slices == 0:
+            if split[axis] % slices == 0:
                 dcn: dict[str, Any] = {} if axis == REST_AXIS else {axis: slices, REST_AXIS: 1}
-                yield replace(mesh, dcn=DcnConfig(**dcn))
+                yield replace(base, **split, dcn=DcnConfig(**dcn), zero=3, sequence_parallel=False)
 
 
 def candidates(
     run: RunConfig, target: Target, legal: Sequence[tuple[RunConfig, MeshShape]], spec: ModelSpec
 ) -> Iterator[Candidate]:
     """Yields every layout on the legal meshes."""
-    model = _Model(run, target, spec, _moment_bytes(*legal[0], spec, target))
+    model = _Model(run, target, spec, *legal[0])
     for placed, shape in legal:
         staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
         zeros = (3, 2, 1) if shape.sizes["fsdp"] > 1 else (3,)
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
         policies = (run.remat.policy,) if staged else tuple(dict.fromkeys((run.remat.policy, *REMAT)))
-        parts = list(_parts(placed, shape, depth_of(spec)))
+        parts = list(_parts(placed, shape, max(spec.depth, 1)))
         for zero, split, part, policy in product(zeros, splits, parts, policies):
             mesh = replace(placed.mesh, zero=zero, sequence_parallel=split)
             one = replace(part, mesh=mesh, remat=replace(run.remat, policy=policy))
@@ -207,29 +196,25 @@ def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
     return build_rules(run.mesh, shape, vocab_over_stages=build.shares_vocabulary(run, spec))
 
 
-def _moment_bytes(run: RunConfig, shape: MeshShape, spec: ModelSpec, target: Target) -> float:
-    """Returns the bytes of optimizer state per parameter."""
-    size = memory.moments(run, spec, _rules(run, shape, spec), target)["update"].get("optimizer state", 0)
-    return size * math.prod(shape.sizes[axis] for axis in STATE_AXES) / spec.parameter_count
-
-
-def depth_of(spec: ModelSpec) -> int:
-    """Returns the number of blocks; 1 without."""
-    named = spec.named_parameters()
-    return next((x.shape[0] for path, (x, _) in named.items() if path.startswith("blocks/")), 1)
-
-
 class _Model:
-    """A step's time and state by arithmetic, for the layouts of one run."""
+    """A step's time and state by arithmetic, for the layouts of one run.
 
-    def __init__(self, run: RunConfig, target: Target, spec: ModelSpec, moments: float):
-        self.target, self.moments, chip = target, moments, target.chip
+    `legal`, `shape`: any layout, from whose optimizer state the bytes per parameter are taken.
+    """
+
+    def __init__(self, run: RunConfig, target: Target, spec: ModelSpec, legal: RunConfig, shape: MeshShape):
+        self.target, chip = target, target.chip
+        components = memory.components(legal, spec, _rules(legal, shape, spec), target)
+        shards = math.prod(shape.sizes[axis] for axis in STATE_AXES)
+        self.moments = (
+            components.get("optimizer state", 0) * shards / spec.parameter_count
+        )  # bytes of a parameter
         self.peak = products_peak(target, run.precision.compute) or 1e12
         self.hbm = chip.hbm_bytes_per_s if chip else math.inf
         self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf
-        dtypes = run.precision.params, run.precision.compute
-        self.stored, self.computed = (formulas.BYTES[dtype] for dtype in dtypes)
-        self.depth, self.made, self.links = depth_of(spec), Counter[str](), dict[tuple, Link]()
+        self.stored = jnp.dtype(run.precision.params).itemsize
+        self.computed = jnp.dtype(run.precision.compute).itemsize
+        self.depth, self.made = max(spec.depth, 1), Counter[str]()
         for path, (x, _) in spec.named_parameters().items():  # made: parameters by what they compute
             name = path.rpartition("/")[2]
             self.made[_MADE_BY.get(name, name) if path.startswith("blocks/") else ""] += math.prod(x.shape)
@@ -243,7 +228,7 @@ class _Model:
         self.width = run.model.get("d_model", 0)  # of foreign models, what activations send is left out
 
     def state_bytes(self, run: RunConfig, shape: MeshShape) -> int:
-        kept = formulas.Policy(self.stored, 4, 0, self.moments, "")
+        kept = formulas.Policy(self.stored, 4, self.moments)
         local = self.parameters / shape.sizes["tensor"] / shape.sizes["pipeline"]
         return int(formulas.state_bytes(local, kept, shards=shape.sizes["fsdp"], zero=run.mesh.zero))
 
@@ -258,13 +243,11 @@ class _Model:
         partial = state if zero >= 2 else local  # gradients, as they are added up
         gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
         x = self.tokens * self.width * self.computed / shape.batch_shards
-        sums = (
-            4 + (self._again(policy) > self._part("attention_projection"))
-        ) * self.depth / stages * ticks + 3
-        compute = max(
-            self._compute(policy, stages * chunks, gpu), 3 * passes * local * self.computed / self.hbm
-        )
-        reduced: formulas.Collective = "reduce-scatter" if zero >= 2 else "all-reduce"
+        sums_of_layer = 4 + (self._again(policy) > self._part("attention_projection"))
+        sums = sums_of_layer * self.depth / stages * ticks + 3
+        reading = 3 * passes * local * self.computed / self.hbm
+        compute = max(self._compute(policy, stages * chunks, gpu), reading)
+        reduced = "reduce-scatter" if zero >= 2 else "all-reduce"
         return Estimate(
             compute=compute,
             bubble=compute * (1 / (1 - bubble_fraction(stages, flow, chunks)) - 1),
@@ -281,9 +264,9 @@ class _Model:
 
     def _compute(self, policy: str, places: int, gpu: bool) -> float:
         """Returns seconds at peak; layers are padded to so many places."""
-        names = remat.named_in(policy)["save"] + remat.named_in(policy)["offload"]
         # Attention's residuals have no name on GPU.
-        once = policy == "none" or (not gpu and (policy == "dots" or "attention_residuals" in names))
+        kept = policy == "dots" or "attention_residuals" in _kept_names(policy)
+        once = policy == "none" or (kept and not gpu)
         blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
         padded = -(-self.depth // places) * places / self.depth
         kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached
@@ -294,8 +277,8 @@ class _Model:
         """Returns the share of blocks' products that are computed again."""
         if policy in ("none", "dots"):
             return 0.0
-        names = remat.named_in(policy)["save"] + remat.named_in(policy)["offload"]
-        return 1 - sum(map(self._part, {*names, "mlp_out"}))  # no backward pass reads a block's output
+        # No backward pass reads a block's output.
+        return 1 - sum(map(self._part, sorted(_kept_names(policy) | {"mlp_out"})))
 
     def _part(self, name: str) -> float:
         return self.made[name] / self.in_blocks
@@ -305,10 +288,14 @@ class _Model:
         wide = {name: self.made[name] / max(self.width, 1) ** 2 for name in _WIDE}
         return sum(wide.get(name, self.depth) for name in remat.named_in(policy)["offload"])
 
-    def _time(self, kind: formulas.Collective, payload: float, shape: MeshShape, axis: str) -> float:
+    def _time(self, kind: str, payload: float, shape: MeshShape, axis: str) -> float:
         if shape.sizes[axis] == 1:
             return 0.0
-        key = (axis, *shape.sizes.values(), *shape.dcn.values())
-        if key not in self.links:
-            self.links[key] = self.target.axis_link(shape, axis)
-        return formulas.ring_time(kind, payload, shape.sizes[axis], self.links[key].bytes_per_s)
+        link = self.target.axis_link(shape, axis)
+        return formulas.wire_bytes(kind, payload, shape.sizes[axis]) / link.bytes_per_s
+
+
+def _kept_names(policy: str) -> set[str]:
+    """Returns the activations that a policy keeps by name, on the device or the host."""
+    named = remat.named_in(policy)
+    return {*named["save"], *named["offload"]}

@@ -10,6 +10,7 @@ That values live so long was read from the buffer assignments of libtpu 0.0.42.1
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model import BlockInfo, shared_fields
+from jaxdist.protocols.model import BlockInfo, as_block_output, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
@@ -43,22 +44,14 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
       spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
-    by_moment = moments(run, spec, rules, target)
-    peak = max(by_moment.values(), key=accounted_peak)
+    step = _Step(run, spec, rules, platform_of(target.platform))
+    peak = max((step.in_loss(), step.in_backward(), step.in_update()), key=accounted_peak)
     return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
 
 
 def accounted_peak(components: Mapping[str, int]) -> int:
     """Returns the bytes on the device that the components sum to."""
     return sum(size for name, size in components.items() if name != HOST)
-
-
-def moments(
-    run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device
-) -> dict[str, Components]:
-    """Returns the components alive in the loss, in the backward pass and in the update."""
-    step = _Step(run, spec, rules, platform_of(target.platform))
-    return {"loss": step.in_loss(), "backward": step.in_backward(), "update": step.in_update()}
 
 
 class _Step:
@@ -118,31 +111,23 @@ class _Step:
         if self.cut:
             sizes["unreduced gradients"] = 0  # a tick reduces the head's for itself
             layer_gradients //= self.cut.config.chunks
-            if self.policy == "layers":
-                work += self.cut.dims[2] * self.x_kept  # a chunk's inputs, taken from their slots
-            else:
-                work += self.cut.dims[2] * self.times * sum(size for _, size in block.kept)
-        return sizes | {
-            "gradients": sizes["gradients"] + layer_gradients,
-            "gathered weights": gathered,
-            "unreduced gradients": sizes["unreduced gradients"] + unreduced,
-            "working set": work,
-        }
+            # With layers a chunk's inputs, taken from their slots.
+            kept = self.times * sum(size for _, size in block.kept)
+            work += self.cut.dims[2] * (self.x_kept if self.policy == "layers" else kept)
+        sizes["gradients"] += layer_gradients
+        sizes["unreduced gradients"] += unreduced
+        return sizes | {"gathered weights": gathered, "working set": work}
 
     def _around_backward(self) -> Components:
         """What is alive from the loss to the end of the backward pass."""
         several = self.run.batch.accumulation > 1 or self.cut
         cast = self.compute != self.stored
-        return (
-            self.state
-            | self._kept()
-            | {
-                "gradients": self._sum(self.rules.gradient, 4) if several else 0,  # of earlier parts
-                "unreduced gradients": 4 * self._head(trained=True),
-                # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
-                "weights as computed": self._sum(self.rules.stored, self.compute, "blocks") if cast else 0,
-            }
-        )
+        sizes = self.state | self._kept()
+        sizes["gradients"] = self._sum(self.rules.gradient, 4) if several else 0  # of earlier parts
+        sizes["unreduced gradients"] = 4 * self._head(trained=True)
+        # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
+        sizes["weights as computed"] = self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
+        return sizes
 
     def _kept(self) -> Components:
         """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
@@ -153,14 +138,12 @@ class _Step:
             return {"pipeline slots": slots * self.x_kept}
         depth = self.spec.depth if self.block.kept else 0
         offloaded = remat.named_in(self.policy)["offload"]
-        kept: Components = {}
+        kept = Counter[str]()
         for name, size in self.block.kept:
-            size *= depth * self.times
-            if name == remat.INPUT and self.rules.sequence_parallel:
-                size //= self.rules.shape.sizes["tensor"]
-            key = HOST if name in offloaded else f"saved: {name}"
-            kept[key] = kept.get(key, 0) + size
-        return kept
+            split = name == remat.INPUT and self.rules.sequence_parallel
+            shards = self.rules.shape.sizes["tensor"] if split else 1
+            kept[HOST if name in offloaded else f"saved: {name}"] += size * depth * self.times // shards
+        return dict(kept)
 
     # --- parameters and state -------------------------------------------------------------------
 
@@ -174,18 +157,18 @@ class _Step:
         specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         pairs = zip(jax.tree.leaves(moments), places, strict=True)
-        batch = build.batch_shapes(run, run.batch.global_size)
-        frozen = sum(
-            stored_dtype(x, run.precision.params).itemsize
-            * self._elements(x.shape, self.rules.stored(names, x.shape))
+        frozen = (
+            self._elements(x.shape, self.rules.stored(names, x.shape))
+            * stored_dtype(x, run.precision.params).itemsize
             for x, names in self.spec.named_frozen().values()
         )
+        batch = _whole_bytes(build.batch_shapes(run, run.batch.global_size))
         return {
-            "parameters": self._sum(self.rules.stored, self.stored) + frozen,
+            "parameters": self._sum(self.rules.stored, self.stored) + sum(frozen),
             "optimizer state": sum(self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs),
             "moving average": self._sum(self.rules.state, 4) if run.train.ema_decay else 0,
-            "model state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.spec.model_state)),
-            "batch": sum(x.size * x.dtype.itemsize for x in batch.values()) // self.rules.shape.batch_shards,
+            "model state": _whole_bytes(self.spec.model_state),
+            "batch": batch // self.rules.shape.batch_shards,
         }
 
     def _sum(self, rule, itemsize: int, of: str = "") -> int:
@@ -213,6 +196,11 @@ class _Step:
     def _gathered_once(self) -> int:
         once = self.cut is not None and self.cut.config.gather_once
         return self._sum(self.rules.computed, self.compute, "blocks") if once else 0
+
+
+def _whole_bytes(tree: Any) -> int:
+    """Returns the bytes of a tree of abstract arrays, all of it on one device."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _sample_tokens(run: RunConfig, rules: Rules) -> int:
@@ -245,8 +233,8 @@ def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, plat
         return Block()
     sizes, length = rules.shape.sizes, _sample_tokens(run, rules)
     length = length if length % SHORT else SHORT  # all of it grows with the tokens
-    known = (sorted(run.model.items()), sizes["tensor"], sizes["expert"], length, policy, platform)
-    key = repr((*known, run.precision.compute, run.data.packing, run.data.path, run.lora))
+    layout = sizes["tensor"], sizes["expert"], length, policy, platform, run.precision.compute
+    key = repr((sorted(run.model.items()), *layout, run.data.packing, run.data.path, run.lora))
     if key not in _traced:
         _traced[key] = _trace(run, spec, rules, length, policy, platform)
     return _traced[key]
@@ -267,19 +255,16 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
         kept = [(name, size) for name, size in kept if name != "attention_residuals"]
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
-    again = list(needed)
-    for _, size in kept:
-        if size in again:
-            again.remove(size)
-    heads = [d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n]
+    again = (Counter(needed) - Counter(size for _, size in kept)).elements()
+    heads = (d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n)
     return Block(
         length,
         _bytes(x),
         tuple(kept),
         sum(again) + _bytes(x) + largest,
         largest,
-        length * (heads[0] if heads else 0),
-        tuple(math.prod(d) for d in local),
+        length * next(heads, 0),
+        tuple(map(math.prod, local)),
     )
 
 
@@ -296,12 +281,11 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
     batch = build.batch_shapes(run, 1)
     if run.data.is_text:
-        sizes = {name: (1, *(length for _ in x.shape[1:])) for name, x in batch.items()}
-        batch = {name: jax.ShapeDtypeStruct(sizes[name], x.dtype) for name, x in batch.items()}
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype), batch)
 
     def block(parameters, x, fields):
         key = jax.random.key(0) if run.model.get("dropout") else None
-        return nnx.merge(graph, parameters)(x, BlockInfo(key, jnp.int32(0), fields))[0]
+        return as_block_output(nnx.merge(graph, parameters)(x, BlockInfo(key, jnp.int32(0), fields))).x
 
     def residuals(parameters, x, fields):
         kept = remat.rematerialised(block, policy)
@@ -359,16 +343,16 @@ def _needed(jaxpr, x, lanes: int) -> list[int]:
     sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
     needed: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
-        given = [v for v in eqn.invars if not hasattr(v, "val") and v in sources]
+        operands = [v for v in eqn.invars if not hasattr(v, "val") and v in sources]
         if not _any(eqn, _PRODUCTS):
-            roots = frozenset().union(*(sources[v][0] for v in given))
-            several = eqn.primitive.name in ("mul", "div") and len(given) > 1
-            curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in given)
+            roots = frozenset().union(*(sources[v][0] for v in operands))
+            several = eqn.primitive.name in ("mul", "div") and len(operands) > 1
+            curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in operands)
             if len(roots) > 1 and eqn.primitive.name == "add" and not curved and x not in roots:
                 roots = frozenset(eqn.outvars)
             sources |= {out: (roots, curved) for out in eqn.outvars if roots}
             continue
-        for v in given:
+        for v in operands:
             roots, curved = sources[v]
             (root, *more) = roots
             if more or curved or _bytes(root) != _bytes(v):

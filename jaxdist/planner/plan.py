@@ -22,6 +22,7 @@ from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import build, pipeline_report
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.workdir import model_flops
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need the rest.
@@ -36,8 +37,8 @@ class Plan:
 
     run: RunConfig
     target: Target
-    shape: MeshShape
-    parameters: int
+    spec: ModelSpec
+    rules: Rules
     components: dict[str, int]  # bytes by our accounting, before compiling
     capacity_bytes: int | None  # that a step may use; None: unknown
     pipeline: dict[str, Any]  # {} without one
@@ -64,8 +65,8 @@ class Plan:
             "exit_reason": self.exit_reason,
             "target": self.target.text,
             "hardware": asdict(self.target) | {"chip": self.target.chip and self.target.chip.name},
-            "layout": _layout(self.run, self.shape, self.target),
-            "parameters": self.parameters,
+            "layout": _layout(self.run, self.rules.shape, self.target),
+            "parameters": self.spec.parameter_count,
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
@@ -73,20 +74,20 @@ class Plan:
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
             "warnings": list(self.warnings),
-            "versions": dict(done.versions) if done else versions(),
+            "versions": versions(),  # a kept result of others is not found
             "compile": {n: getattr(done, n) for n in _COMPILE} if done else {},
             "config": schema.to_config_dict(self.run).to_dict(),
         }
 
     def _memory(self) -> dict[str, Any]:
-        done, known, peak = self.compiled, self.capacity_bytes, self.peak_bytes
+        done, capacity, peak = self.compiled, self.capacity_bytes, self.peak_bytes
         names = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")
         return {
-            "capacity_bytes": known,
+            "capacity_bytes": capacity,
             "peak_bytes": peak,
-            "margin_bytes": None if known is None or peak is None else known - peak,
-            **{name: getattr(done, name) if done else None for name in names},
-            "host_bytes": done.host_argument_bytes + done.host_temp_bytes if done else None,
+            "margin_bytes": None if capacity is None or peak is None else capacity - peak,
+            **{name: done and getattr(done, name) for name in names},
+            "host_bytes": done and done.host_argument_bytes + done.host_temp_bytes,
             "accounted_bytes": memory.accounted_peak(self.components),
             "components": self.components,
         }
@@ -96,11 +97,11 @@ class Plan:
         if not (days := self.time.days(self.tokens)):
             return {}
         hours = days * 24 * self.target.num_chips
-        found = {"tokens": self.tokens, "days": days, "chip_hours": hours}
+        cost = {"tokens": self.tokens, "days": days, "chip_hours": hours}
         if self.price_per_chip_hour:
             money = hours * self.price_per_chip_hour
-            found |= {"money": money, "tokens_per_money": self.tokens / money}
-        return found
+            cost |= {"money": money, "tokens_per_money": self.tokens / money}
+        return cost
 
 
 def make_plan(
@@ -109,59 +110,47 @@ def make_plan(
     *,
     options: CompileOptions | None = None,
     check_edits: int = 0,
-    tokens: int = 0,
-    price_per_chip_hour: float | None = None,
     say: Say = lambda line: None,
 ) -> Plan:
     """Returns the plan of a run on a target.
 
     Args:
       check_edits: at most so many of the edits that should make it fit are compiled, the best first.
-      tokens: of the whole training; 0 = as the config has it.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
       MissingExtra: the target's compiler is not installed.
     """
-    plan, rules, spec = plan_by_arithmetic(run, target)
-    plan = replace(plan, tokens=tokens or plan.tokens, price_per_chip_hour=price_per_chip_hour)
-    say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
-    try:
-        compiled = compile_run(run, target, options, say=say)
-        plan = _with_compiled(plan, compiled, rules, spec)
-    except DoesNotFit as refusal:
-        needed, known = refusal.needed_bytes, refusal.capacity_bytes
-        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(known)} to be had"
-        plan = replace(plan, fits=False, peak_bytes=needed, capacity_bytes=known, exit_reason=reason)
-    except CannotTell as silence:
-        tail = f"; the end of its log:\n{silence.tail}" if silence.tail else ""
-        return replace(plan, exit_reason=f"{silence.reason}{tail}")
-    if plan.fits:
+    plan = _compiled_plan(run, target, options, say)
+    if plan.fits is not False:
         return plan
-    edits = _edits(plan, spec, rules)
+    edits = _edits(plan)
     if check_edits:
-        edits = advice.check(run, edits, lambda r: _peak_if_held(r, target, options, say), check_edits)
+        edits = advice.check(run, edits, lambda r: _compiled_plan(r, target, options, say), check_edits)
     return replace(plan, advice=edits)
 
 
-def plan_by_arithmetic(run: RunConfig, target: Target) -> tuple[Plan, Rules, ModelSpec]:
-    """Returns what arithmetic alone says, with the run's rules and spec.
+def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
+    """Returns what arithmetic alone says.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
     """
-    shape, rules, spec = targets.validate_for(run, target)
-    plan = Plan(
+    _, rules, spec = targets.validate_for(run, target)
+    return Plan(
         run,
         target,
-        shape,
-        spec.parameter_count,
+        spec,
+        rules,
         memory.components(run, spec, rules, target),
         capacity(target),
         pipeline_report.describe(run, spec, rules).get("pipeline", {}),
-        run.train.steps * run.batch.global_size * build.targets_per_sample(run),
+        run.train.steps * _tokens_per_step(run),
     )
-    return plan, rules, spec
+
+
+def _tokens_per_step(run: RunConfig) -> int:
+    return run.batch.global_size * build.targets_per_sample(run)
 
 
 def capacity(target: Target) -> int | None:
@@ -177,90 +166,87 @@ def capacity(target: Target) -> int | None:
     return int(target.chip.capacity_bytes * (GPU_USABLE_SHARE if target.platform == "gpu" else 1))
 
 
-def is_held(compiled: Compiled, target: Target) -> bool:
-    """Returns whether a device's memory holds a compiled step; a TPU's compiler has said so itself."""
-    known = None if target.platform == "tpu" else capacity(target)
-    return known is None or compiled.peak_bytes <= known
-
-
 def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) -> str:
     """Returns components and advice for a run that ran out of memory on its devices; compiles nothing."""
     reason = error.splitlines()[0]
     try:
-        plan, rules, spec = plan_by_arithmetic(run, targets.parse("here", devices))
+        plan = plan_by_arithmetic(run, targets.parse("here", devices))
     except ConfigError:  # devices that cannot be planned for
         return f"{reason}\nraise mesh.fsdp or batch.accumulation, or set remat.policy=full"
-    plan = replace(plan, fits=False, exit_reason=reason)
-    edits = _edits(replace(plan, peak_bytes=plan.capacity_bytes), spec, rules)  # it needs more than that
-    return show.as_text(replace(plan, advice=edits).to_json())
+    return show.as_text(replace(plan, fits=False, exit_reason=reason, advice=_edits(plan)).to_json())
 
 
 # --- stages ---------------------------------------------------------------------------------------
 
 
-def _with_compiled(plan: Plan, compiled: Compiled, rules: Rules, spec: ModelSpec) -> Plan:
+def _compiled_plan(run: RunConfig, target: Target, options: CompileOptions | None, say: Say) -> Plan:
+    """Returns the plan without advice."""
+    plan = plan_by_arithmetic(run, target)
+    say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
+    try:
+        return _with_compiled(plan, compile_run(run, target, options, say=say))
+    except DoesNotFit as refusal:
+        needed, capacity = refusal.args
+        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} to be had"
+        return replace(plan, fits=False, peak_bytes=needed, capacity_bytes=capacity, exit_reason=reason)
+    except CannotTell as silence:
+        return replace(plan, exit_reason=str(silence))
+
+
+def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     """Returns the plan with what the compiled step shows: fit, collectives, time."""
-    peak, known, notes = compiled.peak_bytes, plan.capacity_bytes, list(compiled.notes)
-    reason = f"peak {gib_text(peak)} of {gib_text(known) if known else 'unknown'} that a step may use"
-    plan = replace(
-        plan, compiled=compiled, peak_bytes=peak, fits=is_held(compiled, plan.target), exit_reason=reason
-    )
-    if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - _batch_bytes(plan)):
+    run, target, peak, notes = plan.run, plan.target, compiled.peak_bytes, list(compiled.notes)
+    capacity = plan.capacity_bytes
+    # A TPU's compiler has said so itself.
+    fits = target.platform == "tpu" or capacity is None or peak <= capacity
+    reason = f"peak {gib_text(peak)} of {gib_text(capacity) if capacity else 'unknown'} that a step may use"
+    plan = replace(plan, compiled=compiled, peak_bytes=peak, fits=fits, exit_reason=reason)
+    batch = plan.components.get("batch", 0)  # which is not given back
+    if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - batch):
         notes.append("the state is not wholly donated: old and new are held at once")
     if not compiled.hlo:
         notes.append("these versions cannot print the program: no communication, no time")
         return replace(plan, warnings=notes)
     module = hlo.parse(compiled.hlo)
-    found = communication.collectives(module, plan.shape, plan.target, compiled.mesh_ids)
-    again = timing.forwards_per_backward(timing.attention_kernels(module))
+    collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
+    compute, kernels = run.precision.compute, timing.attention_kernels(module)
+    again = timing.forwards_per_backward(kernels)
     notes += communication.warnings(
-        found, compute=plan.run.precision.compute, forwards_per_backward=again, log=compiled.log
+        collectives, compute=compute, forwards_per_backward=again, log=compiled.log
     )
-    time = timing.estimate(plan.run, spec, rules, plan.target, module, found)
-    return replace(plan, collectives=found, warnings=notes, time=time)
+    time = timing.estimate(
+        module,
+        collectives,
+        kernels,
+        target,
+        tokens=_tokens_per_step(run),
+        flops_per_token=model_flops(run, plan.spec),
+        compute=compute,
+        bubble=plan.pipeline.get("bubble", 0.0),
+    )
+    return replace(plan, collectives=collectives, warnings=notes, time=time)
 
 
-def _batch_bytes(plan: Plan) -> int:
-    """Returns the bytes of a device's part of the batch, which is not given back."""
-    batch = build.batch_shapes(plan.run, plan.run.batch.global_size)
-    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-    return whole // plan.shape.batch_shards
-
-
-def _edits(plan: Plan, spec: ModelSpec, rules: Rules) -> list[Edit]:
+def _edits(plan: Plan) -> list[Edit]:
+    peak, capacity = memory.accounted_peak(plan.components), plan.capacity_bytes
+    needed = plan.peak_bytes or capacity  # of a run that has failed: more than there is
     return advice.edits(
-        plan.run,
-        spec,
-        rules,
-        plan.target,
-        plan.components,
-        needed_bytes=plan.peak_bytes,
-        capacity_bytes=plan.capacity_bytes,
+        plan.run, plan.rules.shape, plan.target, peak, needed_bytes=needed, capacity_bytes=capacity
     )
-
-
-def _peak_if_held(run: RunConfig, target: Target, options: CompileOptions | None, say: Say) -> int | None:
-    try:
-        found = compile_run(run, target, options, say=say)
-    except DoesNotFit:
-        return None
-    except CannotTell as silence:
-        say(f"no answer: {silence}")
-        raise
-    return found.peak_bytes if is_held(found, target) else None
 
 
 def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
     """Returns mesh sizes with the link of each axis, ZeRO stage, schedule and batch of a run."""
-    links = {axis: target.axis_link(shape, axis) for axis, size in shape.sizes.items() if size > 1}
-    speeds = {axis: x.bytes_per_s if math.isfinite(x.bytes_per_s) else None for axis, x in links.items()}
+    links = {axis: asdict(target.axis_link(shape, axis)) for axis, size in shape.sizes.items() if size > 1}
+    for link in links.values():
+        link["bytes_per_s"] = link["bytes_per_s"] if math.isfinite(link["bytes_per_s"]) else None
     staged = shape.sizes["pipeline"] > 1
     return {
         "text": str(shape),
         "mesh": dict(shape.sizes),
         "dcn": dict(shape.dcn),
         "zero": run.mesh.zero,
-        "links": {axis: {"name": x.name, "bytes_per_s": speeds[axis]} for axis, x in links.items()},
+        "links": links,
         "schedule": run.pipeline.schedule if staged else None,
         "microbatches": build.num_microbatches(run, shape),
         "accumulation": run.batch.accumulation,
@@ -271,7 +257,7 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
 
 
 def _collective(one: Collective) -> dict[str, Any]:
-    places = ("group", "computation", "begins", "ends")  # in the program's text
+    places = ("computation", "begins", "ends")  # in the program's text
     values = {name: value for name, value in asdict(one).items() if name not in places}
     # No time is a link that is not modelled.
     values |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}

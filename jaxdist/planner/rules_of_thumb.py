@@ -15,14 +15,8 @@ from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
 
-# Billions of parameters up to which a row holds, GPUs in a tensor group, stages, and the usual GPU count.
-TABLE: tuple[tuple[float, int, int, str], ...] = (
-    (7, 1, 1, "8 to 64"),
-    (13, 8, 1, ""),
-    (70, 8, 4, ""),
-    (175, 8, 8, ""),
-    (1000, 8, 16, "1,000 to 4,000"),
-)
+# Billions of parameters up to which a row holds, GPUs in a tensor group, stages.
+TABLE = ((7, 1, 1), (13, 8, 1), (70, 8, 4), (175, 8, 8), (1000, 8, 16))
 FOR_STATE = 0.6  # of a device's memory that state may take: activations and workspace need the rest
 MIN_LAYERS = 4  # of a stage: fewer leave nothing to balance
 
@@ -44,7 +38,7 @@ class Suggestion:
 
 def devices_needed(num_parameters: float, memory_bytes: float) -> int:
     """Returns the fewest devices that hold bfloat16 weights and gradients with Adam, 12 bytes a parameter."""
-    return math.ceil(formulas.state_bytes(num_parameters, formulas.POLICIES["bfloat16"]) / memory_bytes)
+    return math.ceil(formulas.state_bytes(num_parameters, formulas.BFLOAT16) / memory_bytes)
 
 
 def rule_of_thumb(
@@ -61,19 +55,21 @@ def rule_of_thumb(
 
 def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Suggestion:
     total = target.num_devices
-    billions = num_parameters / 1e9
-    row = next((row for row in TABLE if billions <= row[0]), TABLE[-1])
-    state = formulas.state_bytes(num_parameters, formulas.POLICIES["bfloat16"])
+    rows = (row[1:] for row in TABLE if num_parameters / 1e9 <= row[0])
+    most_tensor, most_stages = next(rows, TABLE[-1][1:])
+    state = formulas.state_bytes(num_parameters, formulas.BFLOAT16)
     held = f", {target.chip.capacity_bytes / 1e9:.0f} GB a device" if target.chip else ""
     say = [f"fit: {state / 1e9:.0f} GB of state at 12 bytes{held}"]
 
     node = target.shape[1] if target.platform == "gpu" else total
-    tensor = max(n for n in divisors(node) if n <= row[1])
-    say.append(f"tensor {tensor}: the table has {row[1]}, a node {node} devices")
+    tensor = max(n for n in divisors(node) if n <= most_tensor)
+    say.append(f"tensor {tensor}: the table has {most_tensor}, a node {node} devices")
 
-    most = max(1, min(row[2], num_layers // MIN_LAYERS))
+    most = max(1, min(most_stages, num_layers // MIN_LAYERS))
     pipeline = max(p for p in divisors(total // tensor) if p <= most)
-    say.append(f"pipeline {pipeline}: the table has {row[2]}; {num_layers / pipeline:.3g} layers a stage")
+    say.append(
+        f"pipeline {pipeline}: the table has {most_stages}; {num_layers / pipeline:.3g} layers a stage"
+    )
 
     microbatches = max(1, 4 * (pipeline - 1))
     if pipeline > 1:
@@ -85,7 +81,7 @@ def _five_steps(num_parameters: float, target: Target, num_layers: int) -> Sugge
 
     rest = total // tensor // pipeline
     share = num_parameters / (tensor * pipeline)
-    zero = next((z for z in range(4) if _fits(share, target, rest, z)), 3) if rest > 1 else 3
+    zero = next((z for z in range(4) if rest > 1 and _fits(share, target, rest, z)), 3)
     what = ("nothing", "optimizer state", "gradients, too", "weights, too")[zero]
     say.append(f"data {rest}: the rest; ZeRO {zero} shards {what}" if rest > 1 else "data 1: nothing is left")
     if not _fits(share, target, rest, zero):
@@ -117,7 +113,7 @@ def _torus(target: Target, tokens_per_device: float | None) -> Suggestion:
 
 
 def _fits(num_parameters: float, target: Target, shards: int, zero: int) -> bool:
-    state = formulas.state_bytes(num_parameters, formulas.POLICIES["float32"], shards=shards, zero=zero)
+    state = formulas.state_bytes(num_parameters, formulas.FLOAT32, shards=shards, zero=zero)
     return state <= FOR_STATE * _memory(target)
 
 

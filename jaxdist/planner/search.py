@@ -6,9 +6,9 @@ Arithmetic orders the layouts and rules out what cannot fit; what is called the 
 from __future__ import annotations
 
 import math
-import resource
+import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -52,10 +52,9 @@ class Compiled:
         """
         if self.plan.time.step_s is None:
             return self.layout.estimate.step_s
-        busy: dict[str, float] = {}
+        busy: defaultdict[str, float] = defaultdict(float)
         for one in self.plan.collectives:
-            name = one.link.name if one.link else ""
-            busy[name] = busy.get(name, 0.0) + one.step_s
+            busy[one.link.name if one.link else ""] += one.step_s
         return max(self.plan.time.step_s, *busy.values(), 0.0)
 
     def why(self, best: Compiled) -> str:
@@ -88,12 +87,9 @@ class Ranking:
     target: Target
     compiled: Sequence[Compiled]
     others: Sequence[tuple[Candidate, str]]  # the most promising that were not compiled, and why
-    counts: Mapping[str, int]  # candidates, by what became of them
-    illegal: Mapping[str, int]  # reason -> meshes
-    rule: Mapping[str, Any]  # the rule of thumb's layout, its reasons and how it compares
-    stopped: str  # why no more were compiled
-    seconds: float
-    cpu_seconds: float
+    # counts: candidates by what became of them; illegal: reason -> meshes; stopped: why no more compiles;
+    # rule_of_thumb: its layout, reasons and how it compares; seconds and cpu_seconds of the search.
+    summary: Mapping[str, Any]
 
     @property
     def winner(self) -> Plan | None:
@@ -115,33 +111,20 @@ class Ranking:
             "overrides": self.compiled[0].layout.overrides(self.run) if best else [],
             "ranking": [self._row(one.layout, one) for one in self.compiled],
             "not_compiled": [self._row(one) | {"why": why} for one, why in self.others],
-            "counts": self.counts,
-            "illegal": self.illegal,
-            "rule_of_thumb": self.rule,
-            "stopped": self.stopped,
-            "seconds": self.seconds,
-            "cpu_seconds": self.cpu_seconds,
+            **self.summary,
         }
 
     def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
-        sums = {name: getattr(one.estimate, name) for name in ("step_s", "bound_s")}
+        sums = {"step_s": one.estimate.step_s, "bound_s": one.estimate.bound_s}
         guess = sums | {"peak_bytes": one.accounted_bytes} | asdict(one.estimate)
-        row = {"layout": one.text, "overrides": one.overrides(self.run), "arithmetic": guess}
+        row: dict[str, Any] = {"layout": one.text, "overrides": one.overrides(self.run), "arithmetic": guess}
         if compiled is None:
             return row
-        plan, time = compiled.plan, compiled.plan.time
-        return row | {
-            "fits": plan.fits,
-            "step_s": compiled.seconds,
-            "why": compiled.why(self.compiled[0]),
-            "band_s": time.band_s,
-            "waterfall": time.waterfall,
-            "mfu_causal": time.mfu_causal,
-            "tokens_per_s_per_chip": time.tokens_per_s_per_chip,
-            "peak_bytes": plan.peak_bytes,
-            "capacity_bytes": plan.capacity_bytes,
-            "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
-        }
+        plan, rates = compiled.plan, ("band_s", "waterfall", "mfu_causal", "tokens_per_s_per_chip")
+        row |= {name: getattr(plan.time, name) for name in rates}
+        row |= {name: getattr(plan, name) for name in ("fits", "peak_bytes", "capacity_bytes")}
+        row |= {"step_s": compiled.seconds, "why": compiled.why(self.compiled[0])}
+        return row | {"compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds}
 
 
 def search(
@@ -171,7 +154,7 @@ def search(
     compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say)
     stopped = compiler.compile_best(fitting, finalists)
     tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
-    depth = max(layouts.depth_of(spec), rules_of_thumb.MIN_LAYERS)
+    depth = max(spec.depth, rules_of_thumb.MIN_LAYERS)
     rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens)
     ruled = [one for one in fitting if _follows_rule(one, rule)]
     if ruled and compiler.has_time() and not any(_follows_rule(one.layout, rule) for one in compiler.done):
@@ -179,15 +162,20 @@ def search(
     ranked = _ranked(compiler.done)
     tried = {id(one.layout) for one in ranked}
     others = [(one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried]
-    compared = _compare_rule(rule, candidates, fitting, ranked)
-    used = time.monotonic() - began, _cpu_seconds() - cpu
-    return Ranking(run, target, ranked, others[: 2 * finalists], counts, illegal, compared, stopped, *used)
+    summary = {
+        "counts": counts,
+        "illegal": illegal,
+        "rule_of_thumb": _compare_rule(rule, candidates, fitting, ranked),
+        "stopped": stopped,
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": _cpu_seconds() - cpu,
+    }
+    return Ranking(run, target, ranked, others[: 2 * finalists], summary)
 
 
 def _cpu_seconds() -> float:
     """Returns the CPU seconds of this process and of its children that ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return math.fsum(one.ru_utime + one.ru_stime for one in used)
+    return sum(os.times()[:4])
 
 
 def _select_fitting(
@@ -211,9 +199,11 @@ def _select_fitting(
             passed += 1
             continue
         one = layouts.accounted(one, target, spec)
-        kinds[one.axes] += one.accounted_bytes <= most
-        larger += one.accounted_bytes > most
-        fitting += [one] * (one.accounted_bytes <= most)
+        if one.accounted_bytes > most:
+            larger += 1
+        else:
+            kinds[one.axes] += 1
+            fitting.append(one)
     counts = {
         "layouts": len(candidates),
         "with too much state": len(candidates) - len(possible),
@@ -247,24 +237,20 @@ class _Compiler:
     def compile_best(self, fitting: Sequence[Candidate], finalists: int) -> str:
         """Compiles the most promising candidates, few of a kind; returns why it stopped."""
         while len(self.done) < finalists:
-            tried, fits = [one.layout for one in self.done], [one for one in self.done if one.plan.fits]
-            fastest = min((one.seconds for one in fits), default=math.inf)
-            # What a policy really costs shows on the best layout that has it.
-            slowest_first = sorted(fits, key=lambda one: -one.seconds / one.layout.estimate.step_s)
-            cost = {
-                one.layout.run.remat.policy: one.seconds / one.layout.estimate.step_s for one in slowest_first
-            }
+            tried = [one.layout for one in self.done]
+            fits = sorted((one for one in self.done if one.plan.fits), key=attrgetter("seconds"))
+            fastest = fits[0].seconds if fits else math.inf
+            cost: dict[str, float] = {}
+            for one in fits:  # what a policy really costs shows on the best layout that has it
+                policy, ratio = one.layout.run.remat.policy, one.seconds / one.layout.estimate.step_s
+                cost[policy] = min(ratio, cost.get(policy, math.inf))
             usual = min(cost.values(), default=1.0)
             kinds = Counter(one.layout.axes for one in fits)
             refused = (one.layout.accounted_bytes for one in self.done if one.plan.fits is False)
             most = min(refused, default=math.inf)
-            leader = min(fits, key=attrgetter("seconds")).layout.axes if fits else None
-            hopeful = [
-                one
-                for one in fitting
-                if one not in tried and one.estimate.bound_s < fastest and one.accounted_bytes < most
-            ]
-            most_alike = {leader: MAX_OF_LEADING_AXES}
+            faster = [one for one in fitting if one not in tried and one.estimate.bound_s < fastest]
+            hopeful = [one for one in faster if one.accounted_bytes < most]
+            most_alike = {fits[0].layout.axes: MAX_OF_LEADING_AXES} if fits else {}
             fresh = [one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)]
             if not fresh:
                 return "each set of axes was tried" if hopeful else "nothing else can be faster"
@@ -288,11 +274,9 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
 
     Among ties the one with least to set wins; among its like the fastest, or the smallest of equals.
     """
-    fits = sorted((one for one in done if one.plan.fits), key=lambda one: one.seconds)
-    rest = sorted(
-        (one for one in done if not one.plan.fits),
-        key=lambda one: (one.plan.fits is None, one.plan.peak_bytes or 0),
-    )
+    fits = sorted((one for one in done if one.plan.fits), key=attrgetter("seconds"))
+    rest = [one for one in done if not one.plan.fits]
+    rest.sort(key=lambda one: (one.plan.fits is None, one.plan.peak_bytes or 0))
     if fits:
         ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
         least = min(one.layout.complexity for one in ties)
@@ -320,46 +304,45 @@ def _compare_rule(
     rule: rules_of_thumb.Suggestion, candidates, fitting, ranked: Sequence[Compiled]
 ) -> dict[str, Any]:
     """Returns the rule of thumb's layout and how it compares with the best."""
-    said = {"overrides": list(rule.overrides), "reasons": list(rule.reasons)}
-    for place, one in enumerate(ranked):
+    row = {"overrides": list(rule.overrides), "reasons": list(rule.reasons), "place": None}
+    for place, one in enumerate(ranked, 1):
         if _follows_rule(one.layout, rule):
-            return said | {"verdict": f"with {one.layout.text}: {one.why(ranked[0])}", "place": place + 1}
+            return row | {"verdict": f"with {one.layout.text}: {one.why(ranked[0])}", "place": place}
     alike = ([one for one in group if _follows_rule(one, rule)] for group in (fitting, candidates))
     if not (best := next(filter(None, alike), None)):
-        return said | {"verdict": "not legal for this run", "place": None}
-    one = min(best, key=_by_arithmetic)
-    verdict = f"not compiled; by arithmetic {time_text(one.estimate.step_s)}"
+        return row | {"verdict": "not legal for this run"}
+    nearest = min(best, key=_by_arithmetic)
+    verdict = f"not compiled; by arithmetic {time_text(nearest.estimate.step_s)}"
     verdict += f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best" if ranked else ""
-    return said | {"verdict": f"{verdict}, {gib_text(one.state_bytes, 1)} of state", "place": None}
+    return row | {"verdict": f"{verdict}, {gib_text(nearest.state_bytes, 1)} of state"}
 
 
-def show(found: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
+def show(ranking: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
     """Prints a ranking's JSON; `base` is what was searched: the config and its overrides."""
     table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
-    for place, row in enumerate([*found["ranking"], *found["not_compiled"][:5]], 1):
-        compiled, guess = "fits" in row, row["arithmetic"]
-        table.add_row(
-            str(place) if compiled else "-",
-            row["layout"],
-            time_text(row["step_s"]) if compiled else "",
-            f"{(row['peak_bytes'] or 0) / GIB:.1f}" if compiled else "",
-            time_text(guess["step_s"]),
-            f"{guess['peak_bytes'] / GIB:.1f}",
-            Text(row["why"]),
-            style="" if compiled else "dim",
-        )
+    for place, row in enumerate([*ranking["ranking"], *ranking["not_compiled"][:5]], 1):
+        guess, measured, style = row["arithmetic"], ("-", row["layout"], "", ""), "dim"
+        if "fits" in row:  # compiled
+            size = f"{(row['peak_bytes'] or 0) / GIB:.1f}"
+            measured, style = (str(place), row["layout"], time_text(row["step_s"]), size), ""
+        expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
+        table.add_row(*measured, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
-    rule, lines = found["rule_of_thumb"], ["; ".join(f"{n} {name}" for name, n in found["counts"].items())]
-    lines += [f"compiled until {found['stopped']}"]
-    lines += [f"not legal, {n} meshes: {reason}" for reason, n in found["illegal"].items()]
-    lines += [f"rule of thumb: {' '.join(rule['overrides'])}: {rule['verdict']}"]
-    lines += [f"  {reason}" for reason in rule["reasons"]]
-    lines += [
-        " ".join(["python -m jaxdist.train", base, *(f"--config.{word}" for word in found["overrides"])])
+    rule = ranking["rule_of_thumb"]
+    if ranking["winner"]:
+        words = (f"--config.{word}" for word in ranking["overrides"])
+        verdict = " ".join(["python -m jaxdist.train", base, *words])
+    elif ranking["exit_code"] == CANNOT_TELL:
+        verdict = "CANNOT TELL"
+    else:
+        verdict = "NO LAYOUT FITS; the first is nearest"
+    lines = [
+        "; ".join(f"{n} {name}" for name, n in ranking["counts"].items()),
+        f"compiled until {ranking['stopped']}",
+        *(f"not legal, {n} meshes: {reason}" for reason, n in ranking["illegal"].items()),
+        f"rule of thumb: {' '.join(rule['overrides'])}: {rule['verdict']}",
+        *(f"  {reason}" for reason in rule["reasons"]),
+        verdict,
     ]
-    if not found["winner"]:
-        lines[-1] = (
-            "CANNOT TELL" if found["exit_code"] == CANNOT_TELL else "NO LAYOUT FITS; the first is nearest"
-        )
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -3,10 +3,9 @@
 Drawn from the plan's JSON: what a person sees and what a program reads are the same numbers.
 """
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -23,7 +22,6 @@ _VERDICTS = {
 }
 _BAR = 24  # cells
 _MOST_ROWS = 14  # of collectives; the rest is summed
-_WAYS = {True: "behind compute", False: "in the open"}
 
 
 def _gib(size: float) -> str:
@@ -37,12 +35,12 @@ def show(plan: Json, console: Console) -> None:
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
-def as_text(plan: Json, width: int = 120) -> str:
+def as_text(plan: Json) -> str:
     """Returns the plan without colour."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(plan, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        show(plan, console)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def _parts(plan: Json) -> Iterator[RenderableType]:
@@ -69,8 +67,9 @@ def new_table(*columns: str, headed: bool = True) -> Table:
     table = Table(box=None, show_header=headed, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
         right = name.startswith(">")
-        side: Literal["left", "right"] = "right" if right else "left"
-        table.add_column(name.lstrip(">"), justify=side, no_wrap=right, overflow="fold")
+        table.add_column(
+            name.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
     return table
 
 
@@ -113,35 +112,28 @@ def _machines(hardware: Json) -> str:
 
 def _memory(memory: Json) -> Iterator[RenderableType]:
     """Yields our accounting with bars, then the compiler's numbers beside its sum."""
-    components, capacity = memory["components"], memory["capacity_bytes"]
-    summed = memory["accounted_bytes"]
+    summed, peak, capacity = memory["accounted_bytes"], memory["peak_bytes"], memory["capacity_bytes"]
     table = new_table("by arithmetic, before compiling", ">GiB", ">share", "")
-    for name, size in components.items():
+    for name, size in memory["components"].items():
         table.add_row(name, _gib(size), percent_text(size / max(summed, 1)), _bar(size / max(summed, 1)))
     table.add_row("together", _gib(summed), "", "")
     yield table
-    found = new_table("by the compiler", ">GiB", "")
-    if memory["peak_bytes"] is not None:
-        off = summed / memory["peak_bytes"] - 1
-        found.add_row("peak", _gib(memory["peak_bytes"]), f"our sum is {off:+.1%}")
-    for name in ("argument", "temp", "alias", "host"):
-        if size := memory[f"{name}_bytes"]:
-            found.add_row(_MEANINGS[name][0], _gib(size), _MEANINGS[name][1])
-    if capacity is not None:
-        found.add_row("may be used", _gib(capacity), "")
-    if memory["margin_bytes"] is not None:
-        left = memory["margin_bytes"]
-        found.add_row("left" if left >= 0 else "missing", _gib(abs(left)), percent_text(abs(left) / capacity))
-    if found.row_count:
-        yield found
-
-
-_MEANINGS = {
-    "argument": ("arguments", "state and batch"),
-    "temp": ("temporaries", "the sum of what is alive at some time; only information"),
-    "alias": ("given back", "the donated state"),
-    "host": ("host memory", "offloaded"),
-}
+    left = memory["margin_bytes"] or 0
+    rows = (
+        ("peak", peak, f"our sum is {summed / peak - 1:+.1%}" if peak else ""),
+        ("arguments", memory["argument_bytes"], "state and batch"),
+        ("temporaries", memory["temp_bytes"], "the sum of what is alive at some time; only information"),
+        ("given back", memory["alias_bytes"], "the donated state"),
+        ("host memory", memory["host_bytes"], "offloaded"),
+        ("may be used", capacity, ""),
+        ("left" if left > 0 else "missing", abs(left), percent_text(abs(left) / (capacity or 1))),
+    )
+    table = new_table("by the compiler", ">GiB", "")
+    for name, size, note in rows:
+        if size:
+            table.add_row(name, _gib(size), note)
+    if table.row_count:
+        yield table
 
 
 # --- communication --------------------------------------------------------------------------------
@@ -151,25 +143,28 @@ def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
     """Yields what moves, alike ones summed, the longest first."""
     alike: dict[tuple, list[Json]] = {}
     for one in collectives:
-        way = _WAYS[one["asynchronous"]]
+        way = "behind compute" if one["asynchronous"] else "in the open"
         alike.setdefault((one["what"], one["kind"], one["axis"], one["link"], way), []).append(one)
     rows = sorted(alike.items(), key=lambda item: -_seconds(item[1]))
     table = new_table("what", "kind", "axis", "link", ">times", ">MB each", ">in the open", "")
     for (what, kind, axis, link, way), ones in rows[:_MOST_ROWS]:
         count = sum(one["count"] for one in ones)
         each = sum(one["bytes"] * one["count"] for one in ones) / max(count, 1) / 1e6
-        seconds = _seconds(ones)
-        shown = time_text(seconds) if seconds else ""
-        table.add_row(what, kind, axis, link or "", str(count), f"{each:.3g}", shown, way)
+        seconds = _time_of(ones)
+        table.add_row(what, kind, axis, link or "", str(count), f"{each:.3g}", seconds, way)
     if rest := rows[_MOST_ROWS:]:
-        seconds = sum(_seconds(ones) for _, ones in rest)
-        table.add_row(f"{len(rest)} more", "", "", "", "", "", time_text(seconds) if seconds else "", "")
+        seconds = _time_of(one for _, ones in rest for one in ones)
+        table.add_row(f"{len(rest)} more", "", "", "", "", "", seconds, "")
     if rows:
         yield table
 
 
-def _seconds(ones: Sequence[Json]) -> float:
-    return math.fsum(one["step_s"] or 0.0 for one in ones)
+def _seconds(collectives: Iterable[Json]) -> float:
+    return math.fsum(one["step_s"] or 0.0 for one in collectives)
+
+
+def _time_of(collectives: Iterable[Json]) -> str:
+    return time_text(seconds) if (seconds := _seconds(collectives)) else ""
 
 
 def _pipeline(pipeline: Json) -> Iterator[RenderableType]:
@@ -205,20 +200,19 @@ def _time(plan: Json) -> Iterator[RenderableType]:
             f"communication behind compute: {time_text(time['hidden_s'])} covered, "
             f"{time_text(time['uncovered_s'])} more than its window"
         )
-    yield from _cost(plan["cost"])
+    if cost := plan["cost"]:
+        yield Text(_cost(cost))
     yield Text(f"how sure: {time['sure']}", style="dim")
     for note in time["notes"]:
         yield Text(f"left out: {note}", style="dim")
 
 
-def _cost(cost: Json) -> Iterator[RenderableType]:
-    if not cost:
-        return
+def _cost(cost: Json) -> str:
     span = duration_text(cost["days"] * 86400) if cost["days"] < 2 else f"{cost['days']:.1f} days"
     line = f"{count_text(cost['tokens'])} tokens: {span}, {count_text(cost['chip_hours'])} chip hours"
     if "money" in cost:
         line += f", {cost['money']:,.0f} of your money, {count_text(cost['tokens_per_money'])} tokens for one"
-    yield Text(line)
+    return line
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -227,16 +221,12 @@ def _cost(cost: Json) -> Iterator[RenderableType]:
 def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
     table = new_table("set", ">saves GiB", "then", "at the cost of")
     for edit in edits:
-        table.add_row(edit["words"], _gib(edit["saves_bytes"]), _outcome(edit), edit["cost_note"])
+        outcome = {True: "should fit", False: "not enough alone", None: ""}[edit["enough"]]
+        if edit["checked"] is not None:
+            outcome = "compiled: fits" if edit["checked"] else "compiled: does not fit"
+        table.add_row(edit["words"], _gib(edit["saves_bytes"]), outcome, edit["cost_note"])
     if edits:
         yield table
-
-
-def _outcome(edit: Json) -> str:
-    checked, enough = edit["checked"], edit["enough"]
-    if checked is not None:
-        return "compiled: fits" if checked else "compiled: does not fit"
-    return {True: "should fit", False: "not enough alone", None: ""}[enough]
 
 
 def _bar(share: float) -> Text:

@@ -21,7 +21,6 @@ from jax.experimental import topologies
 from jaxdist.config import ConfigError, extras, suggest
 from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
-from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.gpu_descriptions import gpu_description
@@ -60,28 +59,29 @@ class Target:
     shape: tuple[int, ...]  # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
     wrap: tuple[bool, ...]  # whether each ICI dim is a ring
 
+    @property
+    def compiler(self) -> str:
+        """The platform as XLA's compilers call it."""
+        return "cuda" if self.platform == "gpu" else self.platform
+
     def axis_link(self, mesh_shape: MeshShape, axis: str) -> Link:
         """Returns the link of a mesh axis, or of several as in "data+fsdp": its slowest group's."""
-        wanted = axis.split("+")
-        others = [i for i, name in enumerate(mesh_shape.sizes) if name not in wanted]
-        ids = np.moveaxis(self.arrange(mesh_shape), others, range(len(others)))
-        groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
-        return min(map(self.group_link, groups), key=lambda link: link.bytes_per_s)
+        return _axis_link(self, axis, tuple(mesh_shape.sizes.items()), tuple(mesh_shape.dcn.items()))
 
     def arrange(self, mesh_shape: MeshShape) -> np.ndarray:
         """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like `build_mesh`."""
-        return _arranged(self, tuple(mesh_shape.sizes.values()), tuple(mesh_shape.dcn.values()))
+        return np.vectorize(lambda device: device.id)(mesh.arrange(mesh_shape, self.stand_ins()))
 
     def stand_ins(self) -> list[Any]:
         """Returns objects that look to `mesh_utils` like the target's devices."""
-        per_chip, tpu = self.num_devices // self.num_chips, self.platform == "tpu"
+        per_chip = self.num_devices // self.num_chips
         places = np.ndindex(self.num_slices, self.num_devices // self.num_slices)
         return [
             SimpleNamespace(
                 id=local if self.num_slices == 1 else (index + 1) * _SLICE_ID + local,
                 platform=self.platform,
                 device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
-                coords=(*(_coords(local // per_chip, self.shape) if tpu else ()), 0)[:3],
+                coords=(*_coords(local // per_chip, self.shape), 0)[:3],
                 core_on_chip=local % per_chip,
                 slice_index=index,
             )
@@ -95,24 +95,21 @@ class Target:
         """
         if self.chip is None or len(set(device_ids)) < 2:
             return _FREE
-        if self.platform == "gpu":
-            near = Link(self.chip.link, self.chip.link_bytes_per_s)
-            places = Counter(i // self.shape[1] for i in device_ids)
-        else:
-            near = Link("ICI", self._ici_bytes_per_s(device_ids))
-            places = Counter(i // _SLICE_ID for i in device_ids)
+        gpu = self.platform == "gpu"
+        speed = self.chip.link_bytes_per_s * (
+            1 if gpu else self._ici_links(device_ids, self.chip.devices_per_chip)
+        )
+        places = Counter(i // (self.shape[1] if gpu else _SLICE_ID) for i in device_ids)
         if len(places) == 1:
-            return near
+            return Link(self.chip.link, speed)
         share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
-        return Link(self.chip.network, min(near.bytes_per_s, share))
+        return Link(self.chip.network, min(speed, share))
 
-    def _ici_bytes_per_s(self, device_ids: Sequence[int]) -> float:
-        """Returns what a device can send inside its slice: two links for a dim with a ring, one for a line.
+    def _ici_links(self, device_ids: Sequence[int], per_chip: int) -> float:
+        """Returns how many links a device can send over in its slice: two along a ring, one along a line.
 
         Members that lie `gap` apart leave room for `gap` such groups, which share the links.
         """
-        assert self.chip is not None
-        per_chip = self.chip.devices_per_chip
         chips = {i % _SLICE_ID // per_chip for i in device_ids}
         coords = np.array([_coords(chip, self.shape) for chip in chips])
         links = 0.0
@@ -121,7 +118,7 @@ class Target:
             if len(places) > 1:
                 gap = int(np.diff(places).min())
                 links += (2 if self.wrap[dim] and len(places) * gap == length else 1) / gap
-        return (links / per_chip or _DIE_TO_DIE) * self.chip.link_bytes_per_s
+        return links / per_chip or _DIE_TO_DIE
 
 
 def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -129,10 +126,13 @@ def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) for n in np.unravel_index(chip, tuple(shape), order="F"))
 
 
-@functools.lru_cache(maxsize=256)
-def _arranged(target: Target, sizes: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
-    shape = MeshShape(*(dict(zip(AXES, part, strict=True)) for part in (sizes, dcn)))
-    return np.vectorize(lambda device: device.id)(mesh.arrange(shape, target.stand_ins()))
+@functools.lru_cache(maxsize=1024)
+def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
+    """Returns `Target.axis_link` of a mesh given by the items of its sizes: what can be a key."""
+    others = [i for i, (name, _) in enumerate(sizes) if name not in axis.split("+")]
+    ids = np.moveaxis(target.arrange(MeshShape(dict(sizes), dict(dcn))), others, range(len(others)))
+    groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
+    return min(map(target.group_link, groups), key=lambda link: link.bytes_per_s)
 
 
 def validate_for(run: RunConfig, target: Target) -> tuple[MeshShape, Rules, ModelSpec]:
@@ -154,9 +154,9 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
     Raises:
       ConfigError: no such hardware; its one line lists what is legal.
     """
+    if text.strip().lower() == "here" and here:
+        text = _describe(here)
     family, _, sizes = text.strip().lower().partition(":")
-    if family == "here" and len(here):
-        return parse(_describe(here))
     family = _ALIASES.get(family, family)
     shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
     if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096:
@@ -193,30 +193,22 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    rank = chip.torus_dims
-    slices = shape[rank] if len(shape) == rank + 1 else 1
-    shape = shape[:rank] if len(shape) == rank + 1 else shape
+    rank, slices = chip.torus_dims, 1
+    if len(shape) == rank + 1:
+        *dims, slices = shape
+        shape = tuple(dims)
     if slices < 1 or not chip.legal_slice(shape):
         return None
     # "How to Think About TPUs", and MaxText's map of topologies: a slice of whole 4x4x4 cubes has a ring
     # along every dim, a 2D slice along a dim that spans the pod's 16 chips.
-    cubes = all(n % 4 == 0 for n in shape)
-    return Target(
-        text=f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else ""),
-        platform="tpu",
-        chip=chip,
-        num_devices=math.prod(shape) * slices * chip.devices_per_chip,
-        num_chips=math.prod(shape) * slices,
-        num_slices=slices,
-        hosts=slices * -(-math.prod(shape) // chip.chips_per_host),
-        shape=shape,
-        wrap=(cubes,) * 3 if rank == 3 else tuple(n == 16 for n in shape),
-    )
+    wrap = (all(n % 4 == 0 for n in shape),) * 3 if rank == 3 else tuple(n == 16 for n in shape)
+    chips, hosts = slices * math.prod(shape), slices * -(-math.prod(shape) // chip.chips_per_host)
+    text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
+    return Target(text, "tpu", chip, chips * chip.devices_per_chip, chips, slices, hosts, shape, wrap)
 
 
 def _gpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    if len(shape) < 2:  # `h100` is one GPU, `h100:8` one host
-        shape = (1, *shape) if shape else (1, 1)
+    shape = (1, 1, *shape)[-max(len(shape), 2) :]  # `h100` is one GPU, `h100:8` one host
     if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= chip.chips_per_host:
         return None
     n = math.prod(shape)
@@ -239,7 +231,7 @@ def _describe(devices: Sequence[jax.Device]) -> str:
     if chip.torus_dims == 3 and shape == [1, 2, 2]:
         shape.reverse()  # the one slice that is not written in ascending order
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    return f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
+    return f"{chip.family}:{_by(shape)}x{slices}"
 
 
 def devices(target: Target) -> list[jax.Device]:
@@ -256,8 +248,7 @@ def devices(target: Target) -> list[jax.Device]:
         extras.require("libtpu")
     elif importlib.util.find_spec("jax_cuda13_plugin") is None:
         extras.require("jax_cuda12_plugin")
-    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    return list(topologies.get_topology_desc(platform=platform, **topology_options(target)).devices)
+    return list(topologies.get_topology_desc(platform=target.compiler, **topology_options(target)).devices)
 
 
 def topology_options(target: Target) -> dict[str, Any]:
@@ -265,8 +256,8 @@ def topology_options(target: Target) -> dict[str, Any]:
     if target.chip is None:
         return {}
     if target.platform == "tpu":
-        options: dict[str, Any] = {"topology_name": f"{target.chip.family}:{_by(target.shape)}"}
-        options["wrap"] = (*target.wrap, False)[:3]
+        name = f"{target.chip.family}:{_by(target.shape)}"
+        options: dict[str, Any] = {"topology_name": name, "wrap": (*target.wrap, False)[:3]}
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
         if target.chip.family == "v4":

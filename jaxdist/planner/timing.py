@@ -12,15 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
-from jaxdist.trainer import build, pipeline_report
-from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
@@ -88,7 +83,7 @@ class Time:
     tokens_per_s_per_chip: float | None = None
     waterfall: Mapping[str, float] | None = None  # parts of step_s
     hidden_s: float = 0.0  # asynchronous communication that its compute covers
-    uncovered_s: float = 0.0  # and that it does not; on TPU in high_s only, see `estimate_program`
+    uncovered_s: float = 0.0  # and that it does not; on TPU in high_s only, see `estimate`
     notes: tuple[str, ...] = ()  # what was left out
 
     @property
@@ -104,29 +99,9 @@ class Time:
 
 
 def estimate(
-    run: RunConfig,
-    spec: ModelSpec,
-    rules: Rules,
-    target: Target,
     module: hlo.Module,
     collectives: Sequence[Collective],
-) -> Time:
-    """Returns the time of a run's compiled step; see `estimate_program`."""
-    pipeline = pipeline_report.estimate_pipeline(run, spec, rules)
-    return estimate_program(
-        module,
-        collectives,
-        target,
-        tokens=run.batch.global_size * build.targets_per_sample(run),
-        flops_per_token=model_flops(run, spec),
-        compute=run.precision.compute,
-        bubble=pipeline.simulation.bubble if pipeline else 0.0,
-    )
-
-
-def estimate_program(
-    module: hlo.Module,
-    collectives: Sequence[Collective],
+    kernels: Sequence[Kernel],
     target: Target,
     *,
     tokens: float,
@@ -139,17 +114,16 @@ def estimate_program(
     Exposed are synchronous collectives; on GPU, where all are asynchronous, what compute cannot cover.
 
     Args:
-      collectives: the program's collectives, with links.
+      collectives: with links.
       tokens: of a step, all devices together.
       flops_per_token: model FLOPs by convention, "causal" and "full".
       compute: dtype of matrix products.
-      bubble: share of a pipeline's time without useful work. Its ticks are loops of the program, so it is
-        a part of the time, not added to it.
+      bubble: idle share of a pipeline's time, which its ticks, loops of the program, already contain.
     """
     rated = target.chip.peak(compute) if target.chip else None
     if (peak := products_peak(target, compute)) is None:
         return Time(f"unknown: no speed is published of {target.text}")
-    kernels, gpu = attention_kernels(module), target.platform == "gpu"
+    gpu = target.platform == "gpu"
     ranges = (_GPU_BEST, _GPU_WORST) if gpu else ((1.0, 1.0),)
     costs = [_Costs(module, target, peak, kernels, reached) for reached in ranges]
     if not costs[0].compute_s:
@@ -163,8 +137,10 @@ def estimate_program(
     executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
+    work = (1 - bubble) * (1 - again)  # of what is not idle a share is done again
+    between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=_sure(target),
+        sure=_SURE["gpu" if gpu else target.text.partition(":")[0]] + between,
         step_s=step,
         low_s=costs[0].compute_s + attention,
         high_s=costs[-1].compute_s + attention + sync + wire,
@@ -173,28 +149,17 @@ def estimate_program(
         hfu=rated and executed / step / rated,
         tokens_per_s=tokens / step,
         tokens_per_s_per_chip=tokens / step / target.num_chips,
-        waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
+        waterfall={
+            "compute": middle * work,
+            "attention": attention * work,
+            "recompute": (middle + attention) * (1 - bubble) * again,
+            "bubble": (middle + attention) * bubble,
+            "exposed communication": exposed,
+        },
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=tuple(_notes(module, kernels, collectives)),
     )
-
-
-def _waterfall(compute: float, attention: float, bubble: float, again: float) -> dict[str, float]:
-    """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
-    work = (1 - bubble) * (1 - again)
-    return {
-        "compute": compute * work,
-        "attention": attention * work,
-        "recompute": (compute + attention) * (1 - bubble) * again,
-        "bubble": (compute + attention) * bubble,
-    }
-
-
-def _sure(target: Target) -> str:
-    family = target.chip.family if target.chip and target.platform == "tpu" else "gpu"
-    between = "; nothing was compared between slices" if target.num_slices > 1 else ""
-    return _SURE.get(family, _SURE["tpu7x"]) + between
 
 
 _WINDOWED = 8  # permutes in loops, pipelines apart; fewer are edges that neighbours exchange

@@ -22,6 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
+from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
 from jaxdist.trainer import build, run_config, validation, workdir
@@ -35,9 +36,8 @@ _SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 def main(folder: Path) -> None:
     """Does the work of FOLDER/request.json."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    request = json.loads((folder / "request.json").read_text())
     try:
-        result = _work(folder, request)
+        result = _work(folder, json.loads((folder / "request.json").read_text()))
     except ConfigError as error:
         result = {"faults": list(error.faults)}
     except Exception as error:
@@ -62,7 +62,7 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     devices = targets.devices(target)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default", UserWarning)
-        mesh, lowered = lower(run, devices, request["platform"])
+        mesh, lowered = _lower(run, devices, target)
     notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
     mesh_ids = [device.id for device in mesh.devices.flat]
     # This file says how results are read, so entries from before it was changed are not found.
@@ -73,44 +73,42 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     cached = read_entry(path) is not None
     if not cached:
         _say(folder, f"compiling for {request['target']}")
-        entry = {"mesh_ids": mesh_ids, "versions": versions()} | compile_lowered(
-            lowered, request["flags"], request["platform"]
-        )
+        entry = {"mesh_ids": mesh_ids} | _compile(lowered, request["flags"], target)
         document = json.dumps(entry | {"log": read_log(folder)}).encode()
         atomic.write_bytes(path, gzip.compress(document, 4))  # another plan may write the same
     return {"entry": str(path), "cached": cached, "notes": notes}
 
 
-def lower(run: run_config.RunConfig, devices: Any, platform: str) -> tuple[jax.sharding.Mesh, Any]:
+def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax.sharding.Mesh, Any]:
     """Returns the mesh over these devices and the run's step lowered for it, made from shapes."""
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
     batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
-    return mesh, traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+    return mesh, traced.lower(lowering_platforms=(target.compiler,))
 
 
-def compile_lowered(lowered: Any, flags: dict[str, Any], platform: str) -> dict[str, Any]:
+def _compile(lowered: Any, flags: dict[str, Any], target: Target) -> dict[str, Any]:
     """Returns sizes, program and times of a lowered step; of one that does not fit, two sizes."""
-    began, refused = (time.monotonic(), time.process_time()), []
+    began, cpu_began = time.monotonic(), time.process_time()
+    refused: list[str] = []
     while True:
+        options = {name: value for name, value in flags.items() if name not in refused}
         try:
-            taken = {name: value for name, value in flags.items() if name not in refused}
-            compiled = lowered.compile(compiler_options=taken)
+            compiled = lowered.compile(compiler_options=options)
             break
         except jax.errors.JaxRuntimeError as error:
             if match := _OOM.search(str(error)):
                 needed, capacity = (round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3))
                 return {"does_not_fit": [needed, capacity]}
-            more = [name for name in taken if _refuses(str(error), name)]
+            more = [name for name in options if _refuses(str(error), name)]
             if not more:
                 raise
             refused += more
-    seconds = {"seconds": time.monotonic() - began[0], "cpu_seconds": time.process_time() - began[1]}
-    return (
-        seconds | {"refused": refused, "hlo": _text(compiled)} | _sizes(compiled.memory_analysis(), platform)
-    )
+    seconds = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
+    sizes = _sizes(compiled.memory_analysis(), target.platform)
+    return seconds | sizes | {"refused": refused, "hlo": _text(compiled)}
 
 
 def _refuses(message: str, flag: str) -> bool:

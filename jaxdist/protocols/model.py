@@ -104,7 +104,7 @@ def run_blocks(
 
     def apply(parameters, x, info):
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
-        output = _as_block_output(block(x, info))
+        output = as_block_output(block(x, info))
         if before:
             _refuse_changes(before, _own_state(nnx.state(block)))
         return output
@@ -119,7 +119,7 @@ def run_blocks(
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
 
 
-def _as_block_output(value: Any) -> BlockOutput:
+def as_block_output(value: Any) -> BlockOutput:
     """Returns what a block gave, its stats in float32.
 
     Raises:

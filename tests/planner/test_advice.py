@@ -1,6 +1,7 @@
 """Advice: legal edits that save what they say, and say what they cost."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,9 +16,10 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
     run, target = run_config.from_config(config), targets.parse(on)
-    _, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
+    shape, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
     components = memory.components(run, spec, rules, target)
-    found = advice.edits(run, spec, rules, target, components, capacity_bytes=capacity)
+    peak = memory.accounted_peak(components)
+    found = advice.edits(run, shape, target, peak, capacity_bytes=capacity)
     return run, target, components, found
 
 
@@ -90,7 +92,7 @@ def test_check_compiles_in_order_until_one_fits(large):
 
     def compile(edited):
         asked.append(edited)
-        return 14 * 2**30 if len(asked) == 2 else None
+        return SimpleNamespace(fits=len(asked) == 2, peak_bytes=14 * 2**30)
 
     two = [dataclasses.replace(edit, enough=True) for edit in found]
     checked = advice.check(run, two, compile)

@@ -59,7 +59,7 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     assert tpu_plan.fits is True and tpu_plan.exit_code == 0, tpu_plan.exit_reason
     found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
     batch = sum(x.size * x.dtype.itemsize for x in build.batch_shapes(tpu_plan.run, 16).values()) / devices
-    state = 12 * tpu_plan.parameters / devices
+    state = 12 * tpu_plan.spec.parameter_count / devices
     assert found.argument_bytes == pytest.approx(state + batch, rel=0.01)
     assert found.alias_bytes == pytest.approx(state, rel=0.01)  # the whole state is donated
     assert not any("donated" in warning for warning in tpu_plan.warnings)
@@ -181,8 +181,8 @@ def test_flags_are_those_of_train_and_the_users_win():
 
 def test_arithmetic_alone_knows_layout_and_parameters():
     run = run_of(TINY | {"mesh.fsdp": "8", "mesh.pipeline": "2", "batch.global_size": "64"})
-    found, _, spec = plan_by_arithmetic(run, targets.parse("v5p:2x2x4"))
-    assert found.parameters == spec.parameter_count > 0 and found.shape.sizes["fsdp"] == 8
+    found = plan_by_arithmetic(run, targets.parse("v5p:2x2x4"))
+    assert found.spec.parameter_count > 0 and found.rules.shape.sizes["fsdp"] == 8
     assert found.pipeline["schedule"] == "1f1b" and 0 < found.pipeline["bubble"] < 1
     assert found.fits is None and found.compiled is None
 

@@ -151,8 +151,8 @@ def done(one, step_s, peak, fits=True):
         plan.Plan(
             one.run,
             targets.parse("v5p:4x4x4"),
-            one.shape,
-            0,
+            None,
+            None,
             {},
             95 * 2**30,
             {},
@@ -208,7 +208,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     text = text_of(found, "--config quickstart")
     assert "python -m jaxdist.train --config quickstart --config." in text and "rule of thumb" in text
     made = overridden(run, " ".join(told["overrides"]))
-    assert validation.validate_on(made, 2, with_data=False)[0] == found.winner.shape
+    assert validation.validate_on(made, 2, with_data=False)[0] == found.winner.rules.shape
 
 
 @needs_libtpu
@@ -239,4 +239,4 @@ def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
 def test_time_up_compiles_nothing_more(tmp_path):
     run = run_of("quickstart", f"{TINY} precision.compute=float32")
     found = search.search(run, targets.parse("cpu:2"), minutes=0, options=CompileOptions(cache=tmp_path))
-    assert found.exit_code == 4 and found.stopped == "the time was up" and not found.compiled
+    assert found.exit_code == 4 and found.summary["stopped"] == "the time was up" and not found.compiled

@@ -3,13 +3,14 @@
 import dataclasses
 import re
 
-import jax
 import pytest
 
 from jaxdist.config import files
-from jaxdist.planner import communication, targets, timing
+from jaxdist.parallel import mesh
+from jaxdist.planner import communication, plan, targets, timing
+from jaxdist.planner.compiler import Compiled
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import run_config, validation
+from jaxdist.trainer import run_config
 from support.paths import CONFIGS, HLO
 from support.stored_programs import CASES, read
 
@@ -65,7 +66,7 @@ ENTRY %main (p: s32[]) -> s32[] {{
 
 def estimate(module, found=(), target=V5E, **options):
     given = {"tokens": 1e6, "flops_per_token": {"causal": 1e9, "full": 2e9}} | options
-    return timing.estimate_program(module, found, target, **given)
+    return timing.estimate(module, found, timing.attention_kernels(module), target, **given)
 
 
 def collective(**changes):
@@ -288,11 +289,13 @@ def test_recomputation_and_bubble_are_parts_of_the_step():
 
 
 def test_the_time_of_a_run_takes_its_sizes_from_the_config():
-    loaded = files.load("dense_16b:tiny", folders=[CONFIGS])
-    run = run_config.from_config(loaded)
-    _, rules, spec = validation.validate(run, jax.devices()[:1], with_data=False)
-    module, found = hlo.parse((HLO / "v5e_fsdp256.txt").read_text()), list(read("v5e_fsdp256").values())
-    time = timing.estimate(run, spec, rules, V5E, module, found)
+    run = run_config.from_config(files.load("dense_16b:tiny", folders=[CONFIGS]))
+    batch = dataclasses.replace(run.batch, global_size=256)
+    run = dataclasses.replace(run, batch=batch, mesh=mesh.MeshConfig(data=256))
+    text = (HLO / "v5e_fsdp256.txt").read_text()
+    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0)
+    compiled = Compiled(**sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=text, mesh_ids=())
+    time = plan._with_compiled(plan.plan_by_arithmetic(run, V5E), compiled).time
     assert run.precision.compute == "float32" and time.mfu_causal is None  # no peak is published for it
-    assert time.tokens_per_s == pytest.approx(16 * 128 / time.step_s)
+    assert time.tokens_per_s == pytest.approx(256 * 128 / time.step_s)
     assert time.waterfall["bubble"] == 0
