@@ -119,9 +119,6 @@ def _edited(run: RunConfig, override: str) -> RunConfig:
     return from_config(config)
 
 
-# --- candidates -----------------------------------------------------------------------------------
-
-
 def _candidates(
     run: RunConfig, shape: MeshShape, short: int | None, saving: Callable[[str], int]
 ) -> Iterator[tuple[str, str]]:

@@ -54,9 +54,6 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
         say("  " + line)
 
 
-# --- by the compiler ------------------------------------------------------------------------------
-
-
 def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     """Returns the very step that training would run, compiled from abstract arguments.
 
@@ -93,9 +90,6 @@ def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
     if platform == "cpu":
         lines.append("temporaries are this CPU compiler's: an accelerator has other kernels")
     return lines
-
-
-# --- devices that are not there -------------------------------------------------------------------
 
 
 def missing_devices(mesh: MeshConfig, environ: Mapping[str, str]) -> int | None:

@@ -176,9 +176,6 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
     return show.as_text(replace(plan, fits=False, exit_reason=reason, advice=_edits(plan)).to_json())
 
 
-# --- stages ---------------------------------------------------------------------------------------
-
-
 def _compiled_plan(run: RunConfig, target: Target, options: CompileOptions | None, say: Say) -> Plan:
     """Returns the plan without advice."""
     plan = plan_by_arithmetic(run, target)

@@ -73,23 +73,19 @@ def new_table(*columns: str, headed: bool = True) -> Table:
     return table
 
 
-# --- layout ---------------------------------------------------------------------------------------
-
-
 def _layout(plan: Json) -> Iterator[RenderableType]:
     """Yields the mesh as nested groups, outermost first, each with the link that it talks over."""
     layout, hardware = plan["layout"], plan["hardware"]
     yield Text(_machines(hardware))
     left = hardware["num_devices"]
-    used = [(axis, size) for axis, size in layout["mesh"].items() if size > 1]
     tree = new_table("", ">", "", headed=False)
-    for depth, (axis, size) in enumerate(used):
+    for depth, (axis, link) in enumerate(layout["links"].items()):
+        size, rate = layout["mesh"][axis], link["bytes_per_s"]
         left //= size
-        link, rate = layout["links"][axis]["name"], layout["links"][axis]["bytes_per_s"]
-        speed = f"{link}, {rate / 1e9:.0f} GB/s each way" if rate else link
+        speed = f"{link['name']}, {rate / 1e9:.0f} GB/s each way" if rate else link["name"]
         members = f"{size} x {count_text(left)}" if left > 1 else f"{size} devices"
         tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, speed)
-    if used:
+    if tree.row_count:
         yield tree
     batch, length = layout["global_size"], layout["sequence_length"]
     remat = f"remat {layout['remat']}" + (f", zero {layout['zero']}" if layout["mesh"]["fsdp"] > 1 else "")
@@ -105,9 +101,6 @@ def _machines(hardware: Json) -> str:
         return f"{slices}{grid} x {hardware['chip']} on {hardware['hosts']} hosts{rings}"
     what = hardware["chip"] or "emulated CPU device"
     return f"{hardware['num_devices']} x {what} on {hardware['hosts']} hosts"
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def _memory(memory: Json) -> Iterator[RenderableType]:
@@ -134,9 +127,6 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
             table.add_row(name, _gib(size), note)
     if table.row_count:
         yield table
-
-
-# --- communication --------------------------------------------------------------------------------
 
 
 def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
@@ -176,9 +166,6 @@ def _pipeline(pipeline: Json) -> Iterator[RenderableType]:
         )
 
 
-# --- time -----------------------------------------------------------------------------------------
-
-
 def _time(plan: Json) -> Iterator[RenderableType]:
     time = plan["time"]
     if time["step_s"] is None:
@@ -213,9 +200,6 @@ def _cost(cost: Json) -> str:
     if "money" in cost:
         line += f", {cost['money']:,.0f} of your money, {count_text(cost['tokens_per_money'])} tokens for one"
     return line
-
-
-# --- advice ---------------------------------------------------------------------------------------
 
 
 def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:

@@ -137,7 +137,6 @@ def estimate(
     executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
-    work = (1 - bubble) * (1 - again)  # of what is not idle a share is done again
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
         sure=_SURE["gpu" if gpu else target.text.partition(":")[0]] + between,
@@ -149,17 +148,22 @@ def estimate(
         hfu=rated and executed / step / rated,
         tokens_per_s=tokens / step,
         tokens_per_s_per_chip=tokens / step / target.num_chips,
-        waterfall={
-            "compute": middle * work,
-            "attention": attention * work,
-            "recompute": (middle + attention) * (1 - bubble) * again,
-            "bubble": (middle + attention) * bubble,
-            "exposed communication": exposed,
-        },
+        waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=tuple(_notes(module, kernels, collectives)),
     )
+
+
+def _waterfall(compute: float, attention: float, bubble: float, again: float) -> dict[str, float]:
+    """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
+    work = (1 - bubble) * (1 - again)
+    return {
+        "compute": compute * work,
+        "attention": attention * work,
+        "recompute": (compute + attention) * (1 - bubble) * again,
+        "bubble": (compute + attention) * bubble,
+    }
 
 
 _WINDOWED = 8  # permutes in loops, pipelines apart; fewer are edges that neighbours exchange
