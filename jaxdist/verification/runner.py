@@ -17,27 +17,8 @@ from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, validation
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.verification.cases import (
-    ONE_DEVICE,
-    Overrides,
-    layouts_for,
-    moved_moments,
-    moved_parameters,
-    shrink_config,
-    synthetic_batch,
-    with_values,
-)
-from jaxdist.verification.comparison import (
-    HEADER,
-    WIDTH,
-    Arrays,
-    Observed,
-    Report,
-    Result,
-    compare,
-    rounding_alone,
-    row,
-)
+from jaxdist.verification import cases, comparison
+from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
 PRECISIONS: tuple[FloatName, ...] = ("float32", "bfloat16")
@@ -100,8 +81,8 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
     fresh: State = program.init()
     flat = built.views.flat(fresh)  # as checkpoints have it: stages and padding are a layout's own
     initial = jax.device_get(flat.trainable)
-    start = moved_parameters(initial, seed)
-    moments = moved_moments(jax.device_get(flat.opt_state.optimizer), seed)
+    start = cases.moved_parameters(initial, seed)
+    moments = cases.moved_moments(jax.device_get(flat.opt_state.optimizer), seed)
     flat = flat._replace(trainable=start, opt_state=flat.opt_state._replace(optimizer=moments))
     where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
     state = built.views.staged(jax.device_put(flat, where))
@@ -142,46 +123,46 @@ def verify_layouts(
     Raises:
       ConfigError: there is nothing to compare, or the config itself cannot be.
     """
-    small, shrunk = shrink_config(run, len(devices))
+    small, shrunk = cases.shrink_config(run, len(devices))
     wanted = _wanted_layouts(small, len(devices), only)
     for line in shrunk:
         log(f"shrunk {line}")
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
-    batch = synthetic_batch(small)
+    batch = cases.synthetic_batch(small)
     # Which leaves to leave out is judged in float32, so that reference is always there.
     both = tuple(dict.fromkeys(("float32", *precisions)))
     results, skipped = [], {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
         def start(
-            overrides: Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
+            overrides: cases.Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
         ) -> Future[dict[str, Program]]:
-            layout = with_values(small, ONE_DEVICE | overrides)
+            layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
             return pool.submit(compile_layout, layout, precisions, devices, batch)
 
         references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
         compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
         expected = {v: _observe_all(p.result(), batch, small.seed) for v, p in references.items()}
-        log(HEADER)
+        log(comparison.HEADER)
         for name, programs in compiling.items():
             try:
                 observed = _observe_all(programs.result(), batch, small.seed)
             except ConfigError as error:
                 skipped[name] = str(error)
-                log(f"{name:<{WIDTH}} cannot be: {error}")
+                log(f"{name:<{comparison.WIDTH}} cannot be: {error}")
                 continue
-            rows = _compare_all(name, observed, expected[_variant(wanted[name])])
-            log("\n".join(map(row, rows)))
-            results += rows
+            for result in _compare_all(name, observed, expected[_variant(wanted[name])]):
+                results.append(result)
+                log(comparison.row(result))
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
     first = next(iter(expected.values()))
-    not_compared = tuple(sorted(rounding_alone(first["float32"].gradients)))
+    not_compared = tuple(sorted(comparison.rounding_alone(first["float32"].gradients)))
     return Report(_reference(small, devices, first), tuple(results), skipped, shrunk, not_compared)
 
 
-def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, Overrides]:
-    known = layouts_for(run, num_devices)
+def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, cases.Overrides]:
+    known = cases.layouts_for(run, num_devices)
     wanted = {name: overrides for name, overrides in known.items() if only in name}
     if not wanted or num_devices < 2:
         raise ConfigError(
@@ -198,8 +179,8 @@ def _observe_all(
 
 
 def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
-    excluded = rounding_alone(expected["float32"].gradients)
-    return [compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
+    excluded = comparison.rounding_alone(expected["float32"].gradients)
+    return [comparison.compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
 
 
 def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
@@ -215,6 +196,6 @@ def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str,
     }
 
 
-def _variant(overrides: Overrides) -> tuple[tuple[str, Any], ...]:
+def _variant(overrides: cases.Overrides) -> tuple[tuple[str, Any], ...]:
     """Returns what a layout changes of the model: it needs a reference of its own."""
     return tuple((path, value) for path, value in overrides.items() if path.startswith("model."))
