@@ -96,14 +96,14 @@ def compare(
     """Returns the errors of a layout against one device; leaves in `excluded` are left out."""
     bands = BANDS[precision]
     gradients, parameters, updates = {}, [], []
-    for leaf in [leaf for leaf in reference.gradients if leaf not in excluded]:
-        wanted = reference.gradients[leaf]
-        gradients[leaf] = _ratio(seen.gradients[leaf] - wanted, wanted, np.inf)
-        wanted = reference.parameters[leaf]
-        difference = seen.parameters[leaf] - wanted
-        parameters.append(_ratio(difference, wanted))
-        updates.append(_ratio(difference, wanted - reference.start[leaf]))
-    parameters += [_ratio(seen.state[name] - wanted, wanted) for name, wanted in reference.state.items()]
+    for leaf, gradient in reference.gradients.items():
+        if leaf not in excluded:
+            parameter = reference.parameters[leaf]
+            difference = seen.parameters[leaf] - parameter
+            gradients[leaf] = _ratio(seen.gradients[leaf] - gradient, gradient, np.inf)
+            parameters.append(_ratio(difference, parameter))
+            updates.append(_ratio(difference, parameter - reference.start[leaf]))
+    parameters += [_ratio(seen.state[leaf] - state, state) for leaf, state in reference.state.items()]
     worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
     loss = abs(seen.loss - reference.loss) / abs(reference.loss)
     errors = (loss, gradients[worst], _largest(parameters), _largest(updates))
@@ -150,8 +150,6 @@ def summary(report: Report) -> str:
     if report.not_compared:
         names = ", ".join(report.not_compared)
         lines.append(f"not compared, their gradient is zero in exact arithmetic: {names}")
-    wrong = [result for result in report.layouts if not result.passed]
-    count = len(report.layouts)
-    verdict = f"{len(wrong)} of {count} rows are NOT equal to one device"
-    lines.append(verdict if wrong else f"all {count} rows equal one device")
-    return "\n".join(lines)
+    count, wrong = len(report.layouts), sum(not result.passed for result in report.layouts)
+    verdict = f"{wrong} of {count} rows are NOT equal to one device"
+    return "\n".join([*lines, verdict if wrong else f"all {count} rows equal one device"])
