@@ -257,15 +257,8 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
     largest = max(needed, default=0)
     again = (Counter(needed) - Counter(size for _, size in kept)).elements()
     heads = (d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n)
-    return Block(
-        length,
-        _bytes(x),
-        tuple(kept),
-        sum(again) + _bytes(x) + largest,
-        largest,
-        length * next(heads, 0),
-        tuple(map(math.prod, local)),
-    )
+    working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
+    return Block(length, _bytes(x), tuple(kept), working, largest, length * next(heads, 0), weights)
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):

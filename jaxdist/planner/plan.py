@@ -137,16 +137,10 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
       ConfigError: the run cannot be laid out on the target.
     """
     _, rules, spec = targets.validate_for(run, target)
-    return Plan(
-        run,
-        target,
-        spec,
-        rules,
-        memory.components(run, spec, rules, target),
-        capacity(target),
-        pipeline_report.describe(run, spec, rules).get("pipeline", {}),
-        run.train.steps * _tokens_per_step(run),
-    )
+    components = memory.components(run, spec, rules, target)
+    pipeline = pipeline_report.describe(run, spec, rules).get("pipeline", {})
+    tokens = run.train.steps * _tokens_per_step(run)
+    return Plan(run, target, spec, rules, components, capacity(target), pipeline, tokens)
 
 
 def _tokens_per_step(run: RunConfig) -> int:
@@ -211,15 +205,20 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     notes += communication.warnings(
         collectives, compute=compute, forwards_per_backward=again, log=compiled.log
     )
+    tokens, flops, bubble = (
+        _tokens_per_step(run),
+        model_flops(run, plan.spec),
+        plan.pipeline.get("bubble", 0.0),
+    )
     time = timing.estimate(
         module,
         collectives,
         kernels,
         target,
-        tokens=_tokens_per_step(run),
-        flops_per_token=model_flops(run, plan.spec),
+        tokens=tokens,
+        flops_per_token=flops,
         compute=compute,
-        bubble=plan.pipeline.get("bubble", 0.0),
+        bubble=bubble,
     )
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
