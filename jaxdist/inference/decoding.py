@@ -208,10 +208,10 @@ def in_compute_dtype(spec: ModelSpec, compute: str, weights: Weights) -> Any:
     if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)
         return spec.assemble(trainable, model_state, frozen)
-    leaves, structure = jax.tree.flatten(trainable)
-    names = jax.tree.leaves(spec.names, is_leaf=lambda x: isinstance(x, tuple))
-    cast = [precision.cast(x, compute) if len(dims) > 1 else x for x, dims in zip(leaves, names, strict=True)]
-    return spec.assemble(jax.tree.unflatten(structure, cast), model_state, frozen)
+    kernels = jax.tree.map(
+        lambda x, names: precision.cast(x, compute) if len(names) > 1 else x, trainable, spec.names
+    )
+    return spec.assemble(kernels, model_state, frozen)
 
 
 # --- what goes in ---------------------------------------------------------------------------------

@@ -7,24 +7,19 @@ from jax.sharding import PartitionSpec
 
 
 def state_specs(
-    abstract_opt_state: optax.OptState,
-    abstract_params: optax.Params,
-    param_specs: optax.Params,
-    default: PartitionSpec | None = None,
+    abstract_opt_state: optax.OptState, abstract_params: optax.Params, param_specs: optax.Params
 ) -> optax.OptState:
     """Returns a PartitionSpec for each leaf of an optimizer state.
 
     A leaf whose path ends in a parameter's path belongs to that parameter: with its shape it gets
     its spec, with one dim dropped (Adafactor's v_row, v_col) the spec without that dim. All other
-    leaves (counters, coefficients, placeholders) get `default`.
+    leaves (counters, coefficients, placeholders) are whole on every device.
 
     Args:
       abstract_opt_state: `jax.eval_shape(optimizer.init, abstract_params)`, or arrays.
       abstract_params: nested dict.
       param_specs: same structure; with ZeRO 1 or 2 the specs that moments shall have.
-      default: PartitionSpec() (replicated) if None.
     """
-    fallback = PartitionSpec() if default is None else default
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params)
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
@@ -34,28 +29,24 @@ def state_specs(
         for start in range(len(path)):
             if path[start:] in owners:
                 field = getattr(path[start - 1], "name", "") if start else ""
-                return _leaf_spec(leaf.shape, field, *owners[path[start:]], fallback)
-        return fallback
+                return _leaf_spec(leaf.shape, field, *owners[path[start:]])
+        return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 
 
 def _leaf_spec(
-    shape: tuple[int, ...],
-    field: str,
-    param_shape: tuple[int, ...],
-    spec: PartitionSpec,
-    default: PartitionSpec,
+    shape: tuple[int, ...], field: str, param_shape: tuple[int, ...], spec: PartitionSpec
 ) -> PartitionSpec:
     """Returns the spec of a state leaf that belongs to a parameter."""
     if shape == param_shape:
         return spec
     if field not in ("v_row", "v_col") or len(shape) != len(param_shape) - 1:
-        return default
+        return PartitionSpec()
     # As in optax's `_factored_dims`: v_row has lost the largest dim, v_col the second largest.
     # Only this tells them apart in square matrices.
     dropped = int(np.argsort(param_shape)[-1 if field == "v_row" else -2])
     if shape != param_shape[:dropped] + param_shape[dropped + 1 :]:
-        return default
+        return PartitionSpec()
     entries = tuple(spec) + (None,) * (len(param_shape) - len(spec))
     return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])

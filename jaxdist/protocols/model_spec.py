@@ -28,7 +28,7 @@ class ModelSpec:
     graph: nnx.GraphDef
     trainable: Tree  # of ShapeDtypeStruct
     model_state: Tree
-    names: Tree  # like trainable, of tuples of logical names
+    names: Tree  # like trainable, of tuples of logical names; those of stack dims only if `stack` has them
     frozen: Tree = dataclasses.field(default_factory=dict)
     frozen_names: Tree = dataclasses.field(default_factory=dict)
     streams: Tree = dataclasses.field(default_factory=dict)  # keys and counts of the model's own nnx.Rngs
@@ -97,23 +97,11 @@ class ModelSpec:
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names) of what is trained."""
-        return _named(self.trainable, self.stacked_names)
+        return _named(self.trainable, self.names)
 
     def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names) of what is frozen."""
-        return _named(self.frozen, self.with_stack_names(self.frozen_names))
-
-    @property
-    def stacked_names(self) -> Tree:
-        """Returns the names of what is trained, with those of stack dims before a block's own."""
-        return self.with_stack_names(self.names)
-
-    def with_stack_names(self, names: Tree) -> Tree:
-        """Returns names with those of stack dims before a block's own."""
-        if not self.stack or "blocks" not in names:
-            return names
-        blocks = jax.tree.map(lambda own: (*self.stack, *own), names["blocks"], is_leaf=_is_names)
-        return names | {"blocks": blocks}
+        return _named(self.frozen, self.frozen_names)
 
     @property
     def state_names(self) -> Tree:
@@ -185,16 +173,13 @@ def describe(
       ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.
     """
     model = _abstract_model(build)
-    parts = _split(model, ())
-    everything = trees.flatten_names(parts.trainable) | trees.flatten_names(parts.frozen)
-    faults = [
-        f"optimizer.frozen: {pattern!r} finds no parameter; there are: {', '.join(list(everything)[:8])}"
-        for pattern in frozen
-        if not any(re.search(pattern, path) for path in everything)
-    ]
     staged = is_staged(model)
-    named, misfits = param_names.rename(param_names.names_of(model, staged=staged), rules, everything)
-    param_names.set_names(model, named)
+    names, misfits = param_names.name_parameters(model, rules, staged=staged)
+    faults = [
+        f"optimizer.frozen: {pattern!r} finds no parameter; there are: {', '.join(list(names)[:8])}"
+        for pattern in frozen
+        if not any(re.search(pattern, path) for path in names)
+    ]
     parts = _split(model, frozen)
     if not jax.tree.leaves(parts.trainable):
         faults.append("optimizer.frozen leaves no parameter to train")
@@ -202,7 +187,7 @@ def describe(
         raise ConfigError([*faults, *misfits])
 
     def names_of(tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: named[trees.join(path)], tree)
+        return jax.tree_util.tree_map_with_path(lambda path, _: names[trees.join(path)], tree)
 
     return ModelSpec(
         build,
@@ -279,12 +264,8 @@ def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
 
 
 def _named(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
-    known = jax.tree.leaves(names, is_leaf=_is_names)
+    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     return {path: (x, own) for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)}
-
-
-def _is_names(x) -> bool:
-    return isinstance(x, tuple)
 
 
 def _pure(tree) -> Tree:

@@ -65,7 +65,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
       backward: False computes the loss alone.
     """
     program = cut.program()
-    names = StageParams(spec.stacked_names, spec.with_stack_names(spec.frozen_names), spec.state_names)
+    names = StageParams(spec.names, spec.frozen_names, spec.state_names)
 
     def pipelined(trainable, model_state, frozen, batch, key):
         def assemble(part: StageParams):
@@ -144,10 +144,7 @@ def sum_gradients(
 
 def _laid_out(gradients: Tree, names: Tree) -> Tree:
     """Returns float32 gradients in the gradients' sharding (a no-op where ops did it already)."""
-    leaves, structure = jax.tree.flatten(gradients)
-    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    out = [execution.scatter(g.astype(jnp.float32), n) for g, n in zip(leaves, known, strict=True)]
-    return jax.tree.unflatten(structure, out)
+    return jax.tree.map(lambda g, own: execution.scatter(g.astype(jnp.float32), own), gradients, names)
 
 
 def split(x: jax.Array, parts: int) -> jax.Array:

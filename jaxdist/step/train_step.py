@@ -21,7 +21,6 @@ from jaxdist.parallel import execution, placement
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols import param_names
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step import model_checks
@@ -106,9 +105,7 @@ def build_train_step(
     if faults := list(model_checks.faults(spec, stages=cut.stages if cut else 1)):
         raise ConfigError(faults)
     staged = cut.staged_spec(spec) if cut else spec
-    rule = build_update_rule(
-        optimizer, schedule, spec, ema_decay=config.ema_decay, names=staged.stacked_names
-    )
+    rule = build_update_rule(optimizer, schedule, spec, ema_decay=config.ema_decay, names=staged.names)
     placement.place(staged.named_parameters(), rules)
     fresh = partial(_fresh_state, staged, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)
@@ -159,8 +156,7 @@ def _build_inspect(
             raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
-            names = spec.stacked_names
-            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=names)
+            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=spec.names)
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
             return *rule.apply(state, sums, batch), gradients
@@ -241,25 +237,22 @@ def _key(seed: int, purpose: int) -> jax.Array:
 # --- shardings ------------------------------------------------------------------------------------
 
 
-def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> Any:
-    trainable = spec.named_trainable()
-    stored, state = (_specs(spec.trainable, trainable, rule) for rule in (rules.stored, rules.state))
+def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> State:
+    """Returns the PartitionSpec of each array of the state."""
+
+    def specs(tree: Tree, names: Tree, rule: Callable[..., P]) -> Tree:
+        return jax.tree.map(lambda x, own: rule(own, x.shape), tree, names)
+
     whole = jax.tree.map(lambda _: P(), abstract)
-    moments = state_specs(abstract.opt_state.optimizer, spec.trainable, state)
+    moments = specs(spec.trainable, spec.names, rules.state)
+    optimizer = state_specs(abstract.opt_state.optimizer, spec.trainable, moments)
     return whole._replace(
-        trainable=stored,
-        frozen=_specs(spec.frozen, spec.named_frozen(), rules.stored),
-        model_state=jax.tree.map(
-            lambda x, names: rules.computed(names, x.shape), spec.model_state, spec.state_names
-        ),
-        opt_state=whole.opt_state._replace(optimizer=moments),
-        ema=None if abstract.ema is None else state,
+        trainable=specs(spec.trainable, spec.names, rules.stored),
+        frozen=specs(spec.frozen, spec.frozen_names, rules.stored),
+        model_state=specs(spec.model_state, spec.state_names, rules.computed),
+        opt_state=whole.opt_state._replace(optimizer=optimizer),
+        ema=None if abstract.ema is None else moments,
     )
-
-
-def _specs(tree: Tree, named: Mapping[str, tuple[Any, param_names.Names]], rule: Callable[..., P]) -> Tree:
-    specs = [rule(names, leaf.shape) for leaf, names in named.values()]
-    return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:

@@ -149,7 +149,4 @@ def _unit_rate(_: Any) -> jax.Array:
 def _as_state(tree: Tree, names: Tree) -> Tree:
     """Returns the tree laid out as optimizer state: each shard updates its own part."""
     now = execution.current()
-    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    leaves, structure = jax.tree.flatten(tree)
-    out = [now.lay_out(x, Rules.state, n) for x, n in zip(leaves, known, strict=True)]
-    return jax.tree.unflatten(structure, out)
+    return jax.tree.map(lambda x, own: now.lay_out(x, Rules.state, own), tree, names)

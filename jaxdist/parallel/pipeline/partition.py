@@ -103,9 +103,10 @@ class Staging:
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec of the model with its blocks by stage."""
-        names = ("trainable", "frozen", "model_state")
-        cut = {name: jax.eval_shape(self.staged, getattr(spec, name)) for name in names}
-        return dataclasses.replace(spec, **cut, stack=NAMES)
+        trees = ("trainable", "frozen", "model_state")
+        cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
+        names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
+        return dataclasses.replace(spec, **cut, names=names, frozen_names=frozen_names, stack=NAMES)
 
     def _cut(self, x: jax.Array) -> jax.Array:
         chunks, stages, layers = self.dims
@@ -115,6 +116,14 @@ class Staging:
 
     def _join(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[3:])[: self.num_layers]
+
+
+def _with_stack(names: Tree) -> Tree:
+    """Returns logical names with those of stack dims before a block's own."""
+    if "blocks" not in names:
+        return names
+    blocks = jax.tree.map(lambda own: (*NAMES, *own), names["blocks"], is_leaf=lambda x: isinstance(x, tuple))
+    return names | {"blocks": blocks}
 
 
 def _map_blocks(function, tree: Tree, fits) -> Tree:
