@@ -6,6 +6,7 @@ logits of a whole one are never in memory.
 Shapes: B rows, W width, V vocabulary.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -83,8 +84,7 @@ def build_scorer(spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, comput
         watch: Callable[[int, int], None] | None = None,
     ) -> list[Score]:
         widths = [min(bucket(len(window.tokens) - 1), longest) for window in windows]
-        order = sorted(range(len(windows)), key=lambda i: -widths[i])  # the largest program first
-        batches = list(_batches(order, widths, rows))
+        batches = _batches(widths, rows)
 
         def results() -> Iterator[tuple[jax.Array, jax.Array]]:
             for number, batch in enumerate(batches, 1):
@@ -131,13 +131,8 @@ def _score(
     return probabilities, likeliest
 
 
-def _batches(order: Sequence[int], widths: Sequence[int], rows: int) -> Iterator[list[int]]:
-    """Yields numbers of at most `rows` windows of equal width."""
-    batch: list[int] = []
-    for i in order:
-        if batch and (len(batch) == rows or widths[batch[0]] != widths[i]):
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
+def _batches(widths: Sequence[int], rows: int) -> list[list[int]]:
+    """Returns numbers of at most `rows` windows of equal width each, the widest first."""
+    order = sorted(range(len(widths)), key=lambda i: -widths[i])
+    groups = [list(group) for _, group in itertools.groupby(order, key=lambda i: widths[i])]
+    return [group[i : i + rows] for group in groups for i in range(0, len(group), rows)]

@@ -10,15 +10,7 @@ from annotated_types import Interval
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]  # given: to jaxdist.fit
-
-
 ScheduleName = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
-
-
-Scaling = Literal["none", "sqrt", "linear"]
-
-
-MomentumDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +26,15 @@ class OptimizerConfig:
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2
     # fraction of the peak where the decay ends
     final_learning_rate: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    learning_rate_scaling: Scaling = "none"  # peak * (global_size / reference_batch)^(0, 1/2, 1)
+    # peak * (global_size / reference_batch)^(0, 1/2, 1)
+    learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
     reference_batch: PositiveInt = 256  # sequences for which learning_rate was tuned
     b1: Share = 0.9  # adamw, lion, muon's Adam: first-moment decay
     b2: Share = 0.95  # adamw, lion (0.99 in its paper), muon's Adam: second decay
     eps: PositiveFloat = 1e-8  # adamw, muon: added to the denominator
     momentum: Share = 0.95  # sgd, muon: Nesterov momentum
-    momentum_dtype: MomentumDtype = "float32"  # first moment; all other state is float32
+    # first moment; all other state is float32
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
     weight_decay: NonNegativeFloat = 0.1  # decoupled, per unit of learning rate, matrices only
     decay_embeddings: bool = True  # weight decay also on embedding tables (the head: always)
     other_learning_rate_ratio: PositiveFloat = 0.3  # muon: Adam's learning rate as a multiple
@@ -59,9 +53,6 @@ class OptimizerConfig:
                 re.compile(pattern)
             except re.error as error:
                 yield f"optimizer.{field}: {pattern!r} is no regular expression ({error})"
-
-
-_DECAYING = ("cosine", "linear", "wsd")
 
 
 def warmup_faults(config: OptimizerConfig, train_steps: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ of layers are stacks `[num_layers, ...]`, so a norm scale has rank 2 and a kerne
 A stack is always treated as that many separate parameters.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection
@@ -25,14 +26,6 @@ from jaxdist.config.schema import faults
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
 from jaxdist.optim.schedules import Schedule
-
-# ---------------------------------------------------------------------------------- schedules
-
-
-# -------------------------------------------------------------------------------------- roles
-
-
-# --------------------------------------------------------------------------------- optimizers
 
 
 def build_optimizer(
@@ -141,10 +134,9 @@ def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTran
     paths = trees.flatten_names(mask)
     if unmatched := group_faults(config, paths):
         raise ConfigError(unmatched)
-    group = _groups_of(config, paths)
 
     def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
-        number = group.get(trees.join(path))
+        number = _group_of(config, trees.join(path))
         rate, decay = (1.0, None) if number is None else config.groups[number][1:]
         decay = config.weight_decay * decays if decay is None else decay
         return rate * (update + decay * param)
@@ -156,7 +148,7 @@ def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTran
 
 def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
     """Returns the groups that have none of the trained parameters with these paths."""
-    used = _groups_of(config, paths).values()
+    used = {_group_of(config, path) for path in paths}
     return [
         f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
         f"{', '.join(list(paths)[:8])}"
@@ -165,11 +157,9 @@ def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
     ]
 
 
-def _groups_of(config: OptimizerConfig, paths: Collection[str]) -> dict[str, int]:
-    """Returns path -> number of its group, for parameters that are in one: the first that finds them."""
-    rules = list(enumerate(config.groups))
-    matches = {path: [n for n, (pattern, *_) in rules if re.search(pattern, path)] for path in paths}
-    return {path: numbers[0] for path, numbers in matches.items() if numbers}
+def _group_of(config: OptimizerConfig, path: str) -> int | None:
+    """Returns the number of a parameter's group, the first that finds it; None: it is in none."""
+    return next((n for n, (pattern, *_) in enumerate(config.groups) if re.search(pattern, path)), None)
 
 
 _Direction = Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]
@@ -201,16 +191,8 @@ def _per_layer(
 
 def _in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `transform` fed with float32 gradients and parameters."""
-
-    def cast(tree: optax.Params) -> optax.Params:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def init(params: optax.Params) -> optax.OptState:
-        return transform.init(cast(params))
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
-        return transform.update(cast(updates), state, cast(params))
-
-    return optax.GradientTransformation(init, update)
+    cast = functools.partial(optax.tree.cast, dtype=jnp.float32)
+    return optax.GradientTransformation(
+        lambda params: transform.init(cast(params)),
+        lambda updates, state, params=None: transform.update(cast(updates), state, cast(params)),
+    )

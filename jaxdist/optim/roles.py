@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Literal
 
 import jax
@@ -11,13 +12,8 @@ from jaxdist.optim.config import OptimizerConfig
 
 Names = Sequence[str | None]
 
-
 _STACK_NAMES = frozenset({"experts", "layers"})  # leading: that many separate parameters
-
-
 _HEAD_NAMES = frozenset({"heads", "kv_heads"})  # joined with a following head_dim to one dim
-
-
 _TABLE_NAMES = frozenset({"vocab", "positions"})
 
 
@@ -50,7 +46,7 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
         if len(names) > len(shape):
             given = f"{'/'.join(path)}: logical names {tuple(names)} for shape {tuple(shape)}"
             raise ValueError(f"{given}; give at most one name per dim.")
-        return _role_from_names(tuple(names))
+        return _role_from_names(tuple(dropwhile(lambda name: name in _STACK_NAMES, names)))
     stacked = bool(path) and path[0] == "blocks" and not any(key.isdigit() for key in path)
     rank = len(shape) - stacked
     if rank < 2:
@@ -61,22 +57,15 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
 
 
 def _role_from_names(names: tuple[str | None, ...]) -> Role:
-    leading = 0
-    while leading < len(names) and names[leading] in _STACK_NAMES:
-        leading += 1
-    dims = len(names) - leading
-    groups: list[list[int]] = []
-    for axis in range(-dims, 0):
-        if groups and names[axis] == "head_dim" and names[axis - 1] in _HEAD_NAMES:
-            groups[-1].append(axis)
-        else:
-            groups.append([axis])
-    if len(groups) < 2:
+    """Returns the role of a parameter with these names, those of stack dims left out."""
+    dims = len(names)
+    joined = dims > 1 and names[-1] == "head_dim" and names[-2] in _HEAD_NAMES
+    output = -2 if joined else -1
+    if dims + output < 1:
         return Role("vector", dims)
     if _TABLE_NAMES & set(names):
         return Role("head" if names[-1] == "vocab" else "embedding", dims)
-    reduction = tuple(axis for group in groups[:-1] for axis in group)
-    return Role("matrix", dims, reduction, tuple(groups[-1]))
+    return Role("matrix", dims, tuple(range(-dims, output)), tuple(range(output, 0)))
 
 
 def roles(abstract_params: optax.Params, logical_names: optax.Params) -> optax.Params:

@@ -8,14 +8,14 @@ from jax.typing import ArrayLike
 
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
-from jaxdist.optim.config import _DECAYING, OptimizerConfig, warmup_faults
+from jaxdist.optim.config import OptimizerConfig, warmup_faults
 
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate
 
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
     """Returns whether a change of `train.steps` would change the learning rate of any step."""
-    return config.schedule in _DECAYING and config.decay_steps is None
+    return config.schedule in ("cosine", "linear", "wsd") and config.decay_steps is None
 
 
 def peak_learning_rate(config: OptimizerConfig, global_size: int) -> float:

@@ -60,10 +60,6 @@ class Execution:
         """Returns whether fsdp splits a table by width (zero=3), or its gradient (zero=2)."""
         return self.rules.zero >= zero and FSDP_NAME in names and self.axis_size("fsdp") > 1
 
-    def stored_in_shards(self, names: Names, dims: Sequence[int]) -> bool:
-        """Returns whether a parameter must be gathered before it is computed with."""
-        return self.rules.stored(names, dims) != self.rules.computed(names, dims)
-
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
         """Returns x constrained to a spec; unchanged on one device."""
         if self.mesh is None:
@@ -90,30 +86,26 @@ def current() -> Execution:
     return _current.get()
 
 
-@contextlib.contextmanager
 def activate(
     mesh: Mesh | None = None,
     rules: Rules = ONE_DEVICE,
     *,
     compute: str | None = None,
     reduce: str = "float32",
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Makes models and ops that are traced inside see the mesh, the rules and the dtypes."""
     # One device needs no constraints, unless it is compiled for from another platform: ops ask the
     # mesh which kernels they may use.
     if mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == jax.default_backend():
         mesh, rules = None, ONE_DEVICE
-    with _entered(Execution(mesh, rules, compute, reduce)):
-        yield
+    return _entered(Execution(mesh, rules, compute, reduce))
 
 
-@contextlib.contextmanager
-def inside_stage() -> Iterator[None]:
+def inside_stage() -> contextlib.AbstractContextManager[None]:
     """Makes what is traced inside see a pipeline stage's part of all arrays."""
     now = current()
     assert now.mesh is not None, "a pipeline runs inside a step"
-    with _entered(dataclasses.replace(now, rules=now.rules.inside_stage(), stage=True)):
-        yield
+    return _entered(dataclasses.replace(now, rules=now.rules.inside_stage(), stage=True))
 
 
 @contextlib.contextmanager

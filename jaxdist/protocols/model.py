@@ -105,8 +105,12 @@ def run_blocks(
     def apply(parameters, x, info):
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
         output = as_block_output(block(x, info))
-        if before:
-            _refuse_changes(before, _own_state(nnx.state(block)))
+        after = _own_state(nnx.state(block)) if before else {}
+        if changed := [path for path, value in before.items() if after[path] is not value]:
+            raise ConfigError(
+                f"blocks/{changed[0]}: a block changes its own state, which a stack of blocks does not keep; "
+                f"return sums in its `stats` and change it in the model's update(self, stats)"
+            )
         return output
 
     block = transform(apply)
@@ -143,16 +147,6 @@ def _own_state(state: nnx.State) -> dict[str, jax.Array]:
         for path, v in nnx.to_flat_state(state)
         if isinstance(v, nnx.Variable) and not isinstance(v, others)
     }
-
-
-def _refuse_changes(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> None:
-    """Raises ConfigError if a block has changed state of its own, which nobody would see."""
-    for path, value in before.items():
-        if after[path] is not value:
-            raise ConfigError(
-                f"blocks/{path}: a block changes its own state, and a stack of blocks does not keep that; "
-                f"return sums in its `stats` and change it in the model's update(self, stats)"
-            )
 
 
 def pattern_of(blocks: Any) -> tuple[str, ...]:
@@ -243,23 +237,22 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     elif _is_scalar(value):
         samples = next(iter(batch.values())).shape[0]
         sums = Loss(jnp.float32(value) * samples, jnp.float32(samples))
-    if sums is None or not (isinstance(sums.aux, Mapping) and isinstance(sums.stats, Mapping)):
-        raise _unfit(value)
-    if not all(_is_scalar(x) for x in (sums.sum, sums.count, *sums.aux.values())):
-        raise _unfit(value)
+    if sums is None or not _has_sums(sums):
+        raise ConfigError(
+            f"loss (or head) returned {_shapes(value)}; required: a scalar mean, or a tuple "
+            f"(sum, count[, aux[, stats]]): the scalar sum, how many it sums, a dict of further scalar sums "
+            f"of the objective, and one of sums for update(self, stats)"
+        )
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+
+
+def _has_sums(loss: Loss) -> bool:
+    by_name = isinstance(loss.aux, Mapping) and isinstance(loss.stats, Mapping)
+    return by_name and all(map(_is_scalar, (loss.sum, loss.count, *loss.aux.values())))
 
 
 def _is_scalar(x: Any) -> bool:
     return isinstance(x, (int, float)) or (hasattr(x, "ndim") and x.ndim == 0)
-
-
-def _unfit(value: Any) -> ConfigError:
-    return ConfigError(
-        f"loss (or head) returned {_shapes(value)}; required: a scalar mean, or a tuple "
-        f"(sum, count[, aux[, stats]]): the scalar sum, how many it sums, a dict of further scalar sums of "
-        f"the objective, and one of sums for update(self, stats)"
-    )
 
 
 def _shapes(value: Any) -> str:

@@ -191,16 +191,12 @@ def describe(
 
     return ModelSpec(
         build,
-        parts.graph,
-        parts.trainable,
-        parts.model_state,
-        names_of(parts.trainable),
-        parts.frozen,
-        names_of(parts.frozen),
-        parts.streams,
-        type(model),
-        tuple(frozen),
-        staged,
+        names=names_of(parts.trainable),
+        frozen_names=names_of(parts.frozen),
+        model_class=type(model),
+        patterns=tuple(frozen),
+        staged=staged,
+        **parts._asdict(),
     )
 
 
@@ -246,7 +242,7 @@ def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
         return marked or any(re.search(pattern, "/".join(map(str, path))) for pattern in frozen)
 
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
-    held, trainable, streams, rest = map(_pure, states)
+    held, trainable, streams, rest = map(nnx.to_pure_dict, states)
     return _Parts(graph, trainable, held, streams, rest)
 
 
@@ -266,7 +262,3 @@ def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
 def _named(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     return {path: (x, own) for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)}
-
-
-def _pure(tree) -> Tree:
-    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree

@@ -1,7 +1,6 @@
 """One optimizer update: clipping, rate, skipped steps and the moving average."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,8 @@ class UpdateRule:
         norm = optax.tree.norm(sums.gradients) / count
         updates, rate, moments = self._updates(state, sums, norm)
         trainable = optax.apply_updates(state.trainable, updates)
-        ema = self._averaged(state.ema, trainable)
+        decay = self.ema_decay
+        ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable) if decay else None
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
         trainable = where_finite(good, trainable, state.trainable)
@@ -70,12 +70,6 @@ class UpdateRule:
         updates = _as_state(updates, self.names)
         return updates if rate is None else jax.tree.map(lambda u: u * rate, updates), rate, moments
 
-    def _averaged(self, ema: Tree, trainable: Tree) -> Tree:
-        """Returns the moving average with the new parameters in it; None without one."""
-        if ema is None:
-            return None
-        return jax.tree.map(lambda e, p: e + (1 - self.ema_decay) * (p - e), ema, trainable)
-
 
 def build_update_rule(
     optimizer: OptimizerConfig | optax.GradientTransformation,
@@ -93,7 +87,8 @@ def build_update_rule(
     """
     if not isinstance(optimizer, OptimizerConfig):
         return UpdateRule(optimizer, None, 0.0, ema_decay, names)
-    transform = build_optimizer(optimizer, _unit_rate, spec.trainable, spec.names)
+    # The rate is applied by the step: see `UpdateRule._updates`.
+    transform = build_optimizer(optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names)
     return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names)
 
 
@@ -139,11 +134,6 @@ def after_params_updated(good: jax.Array, parameters: Tree) -> jax.Array:
     """
     firsts = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(parameters))
     return good & ~jnp.isnan(firsts)
-
-
-def _unit_rate(_: Any) -> jax.Array:
-    """Leaves updates as they are: the rate is applied by the step."""
-    return jnp.float32(1)
 
 
 def _as_state(tree: Tree, names: Tree) -> Tree:

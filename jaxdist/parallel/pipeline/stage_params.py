@@ -48,6 +48,7 @@ def own_names(names):
 def gathered(leaf: jax.Array, names) -> jax.Array:
     """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
     own, now = own_names(names), execution.current()
-    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and now.stored_in_shards(own, leaf.shape)):
+    split = now.rules.stored(own, leaf.shape) != now.rules.computed(own, leaf.shape)
+    if not split or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     return execution.gather(leaf, own, now.compute_dtype(leaf.dtype))
