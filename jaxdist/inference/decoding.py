@@ -141,6 +141,7 @@ def _generate(
     model = in_compute_dtype(spec, compute, weights)
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
+    end_token = _NO_TOKEN if sampling.end_token is None else sampling.end_token
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
     # All but each row's last token go in at once; nobody reads these logits, so XLA drops them.
     _, cache = model.decode(prompts_BP, model.init_cache(B, capacity))
@@ -156,7 +157,7 @@ def _generate(
         token_B = choose(logits[:, 0], position_keys_B, sampling)
         chosen_BM = jax.lax.dynamic_update_slice(now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step))
         counts_B = now.counts_B + ~now.done_B
-        done_B = now.done_B | _is_end(token_B, sampling)
+        done_B = now.done_B | (token_B == end_token)
         return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
 
     padding_B = jnp.arange(B) >= num_rows
@@ -164,10 +165,6 @@ def _generate(
     start = _Progress(jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B)
     end = jax.lax.while_loop(unfinished, one_token, start)
     return end.chosen_BM, end.counts_B, end.done_B
-
-
-def _is_end(token_B: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    return token_B == (_NO_TOKEN if sampling.end_token is None else sampling.end_token)
 
 
 def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> jax.Array:

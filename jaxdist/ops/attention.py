@@ -54,16 +54,15 @@ def attention(
         without causal.
     """
     chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
-    q, k, v = q_BSHN.shape, k_BSKN.shape, v_BSKN.shape
-    if k != v or q[:2] != k[:2] or q[3] != k[3]:
+    (B, S, H, N), K = q_BSHN.shape, k_BSKN.shape[2]
+    if not k_BSKN.shape == v_BSKN.shape == (B, S, K, N):
         raise ValueError(
-            f"attention: q {q}, k {k}, v {v}; required: [B, S, H, N], [B, S, K, N], [B, S, K, N] with equal "
-            f"B, S and N"
+            f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
+            f"[B, S, K, N], [B, S, K, N] with equal B, S and N"
         )
-    _check(q_BSHN.shape[2], k_BSKN.shape[2], causal, window, implementation)
-    length, head_size = q_BSHN.shape[1], q_BSHN.shape[-1]
-    window = window if window and window < length else None  # kernels without a window do less
-    options = Options(scale or head_size**-0.5, causal, softcap, window)
+    _check(H, K, causal, window, implementation)
+    window = window if window and window < S else None  # kernels without a window do less
+    options = Options(scale or N**-0.5, causal, softcap, window)
     if implementation == "auto":
         backend = choose(q_BSHN, options, segments=segment_ids_BS is not None)
     else:

@@ -34,25 +34,20 @@ def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-class _Block(NamedTuple):
-    """Queries `rows` see keys `columns`, which end where they do (all keys if not causal)."""
+def _blocks(length: int, options: Options) -> Iterator[tuple[slice, slice]]:
+    """Yields blocks: rows of queries, and the columns of keys that they see, all of them if not causal.
 
-    rows: slice
-    columns: slice
-
-
-def _blocks(length: int, options: Options) -> Iterator[_Block]:
-    """Yields blocks of queries: at most 8, of at least 64 rows, so that products stay large."""
+    At most 8, of at least 64 rows, so that products stay large.
+    """
     count = max(1, min(8 if length >= 2048 else 4, length // 64))
     bounds = [length * i // count for i in range(count + 1)]
     for start, stop in itertools.pairwise(bounds):
         first = 0 if options.window is None else max(0, start - options.window + 1)
-        yield _Block(slice(start, stop), slice(first, stop if options.causal else length))
+        yield slice(start, stop), slice(first, stop if options.causal else length)
 
 
-def _logits(q_BKGSN, k_BKSN, segment_ids_BS, block: _Block, options: Options) -> jax.Array:
-    """Returns the capped, unmasked logits and the masked ones of a block, [B, K, G, rows, cols]."""
-    rows, columns = block
+def _logits(q_BKGSN, k_BKSN, segment_ids_BS, rows: slice, columns: slice, options: Options) -> jax.Array:
+    """Returns the capped and masked logits of a block, [B, K, G, rows, columns]."""
     s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
     s = soft_capped(s, options.softcap)
     if options.causal:
@@ -95,14 +90,13 @@ def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.A
 def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options):
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     outs, logsumexps = [], []
-    for block in _blocks(q_BSHN.shape[1], options):
-        s = _logits(q, k, segment_ids_BS, block, options)
+    for rows, columns in _blocks(q_BSHN.shape[1], options):
+        s = _logits(q, k, segment_ids_BS, rows, columns, options)
         peak = s.max(-1, keepdims=True)
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
         # Dividing the output, not the probabilities, is S / N times less work.
-        out = einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, block.columns]) / total
-        outs.append(out)
+        outs.append(einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total)
         logsumexps.append(peak + jnp.log(total))
     out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
     out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
@@ -119,9 +113,8 @@ def _backward(options: Options, residuals, grad_BSHN: jax.Array):
     inner = inner.reshape(B, S, K, G).transpose(0, 2, 3, 1)[..., None]
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     dqs, dk, dv = [], jnp.zeros((B, K, N, S)), jnp.zeros((B, K, N, S))
-    for block in _blocks(S, options):
-        rows, columns = block
-        s = _logits(q, k, segment_ids_BS, block, options)
+    for rows, columns in _blocks(S, options):
+        s = _logits(q, k, segment_ids_BS, rows, columns, options)
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])

@@ -82,9 +82,13 @@ def _kernel(length: int, num_heads: int, options: Options, interpret: bool) -> C
     """
     sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes: dict[str, Any] = dict.fromkeys(sides, block_size(length))
+    mask: pallas_splash.Mask = pallas_splash.FullMask((length, length))
+    if options.causal:
+        reach = None if options.window is None else options.window - 1
+        mask = _BandMask((length, length), (reach, 0), 0)
     with jax.ensure_compile_time_eval():
         kernel = pallas_splash.make_splash_mha(
-            pallas_splash.MultiHeadMask([_mask(length, options)] * num_heads),
+            pallas_splash.MultiHeadMask([mask] * num_heads),
             block_sizes=pallas_splash.BlockSizes(**sizes),
             head_shards=1,
             q_seq_shards=1,
@@ -93,14 +97,6 @@ def _kernel(length: int, num_heads: int, options: Options, interpret: bool) -> C
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)
-
-
-def _mask(length: int, options: Options) -> pallas_splash.Mask:
-    """Returns a mask that the kernel computes from row and column numbers, never a dense table."""
-    if not options.causal:
-        return pallas_splash.FullMask((length, length))
-    reach = None if options.window is None else options.window - 1
-    return _BandMask((length, length), (reach, 0), 0)
 
 
 class _BandMask(pallas_splash.LocalMask):

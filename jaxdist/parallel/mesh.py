@@ -30,6 +30,11 @@ class DcnConfig:
     tensor: int = 1  # >= 1, needs force
     force: bool = False  # allow expert, context and tensor across slices, however slow
 
+    @property
+    def num_slices(self) -> int:
+        """Returns the slices that these sizes ask for."""
+        return math.prod(size for axis in AXES if (size := getattr(self, axis)) > 0)
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -92,21 +97,20 @@ def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[di
     """Returns the sizes with one -1 replaced, and what is wrong with them."""
     bad = [f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1]
     unknown = [axis for axis, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size > 0)
-    sizes_text = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
     if len(unknown) > 1:
         names = " and ".join(f"{prefix}.{axis}" for axis in unknown)
         bad.append(f"{names} are both -1; at most one can be 'the rest': give the other a size")
     if bad:
         return sizes, bad
-    if unknown and total % known == 0:
-        return sizes | {unknown[0]: total // known}, []
-    if unknown or known != total:
-        cure = f"set sizes whose product is {total}, or start with {known} {what}"
-        if unknown:
-            cure = f"choose sizes whose product divides {total}"
-        return sizes, [f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"]
-    return sizes, []
+    known = math.prod(size for size in sizes.values() if size > 0)
+    filled = sizes | {axis: total // known for axis in unknown}
+    if math.prod(filled.values()) == total:
+        return filled, []
+    cure = f"set sizes whose product is {total}, or start with {known} {what}"
+    if unknown:
+        cure = f"choose sizes whose product divides {total}"
+    sizes_text = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
+    return sizes, [f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"]
 
 
 def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -> list[str]:
@@ -143,6 +147,11 @@ def count_slices(devices: Sequence[jax.Device]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"} or {0})
 
 
+def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
+    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh asks for."""
+    return count_slices(devices) if devices[0].platform == "tpu" else config.dcn.num_slices
+
+
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh over the devices (default: all), every axis present, axis type Auto.
 
@@ -153,10 +162,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
       ConfigError: see `resolve_mesh`.
     """
     devices = list(jax.devices() if devices is None else devices)
-    slices = count_slices(devices)
-    if devices[0].platform != "tpu":
-        slices = math.prod(n for a in AXES if (n := getattr(config.dcn, a)) > 0)
-    shape = resolve_mesh(config, len(devices), slices)
+    shape = resolve_mesh(config, len(devices), slices_of(config, devices))
     return Mesh(arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -26,27 +26,21 @@ def state_specs(
 
     def spec_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         # The longest suffix first: a parameter's path may end in another parameter's path.
-        for start in range(len(path)):
-            if path[start:] in owners:
-                field = getattr(path[start - 1], "name", "") if start else ""
-                return _leaf_spec(leaf.shape, field, *owners[path[start:]])
-        return PartitionSpec()
+        start = next((start for start in range(len(path)) if path[start:] in owners), None)
+        if start is None:
+            return PartitionSpec()
+        shape, spec = owners[path[start:]]
+        if leaf.shape == shape:
+            return spec
+        field = getattr(path[start - 1], "name", "") if start else ""
+        if field not in ("v_row", "v_col") or leaf.ndim != len(shape) - 1:
+            return PartitionSpec()
+        # As in optax's `_factored_dims`: v_row has lost the largest dim, v_col the second largest.
+        # Only this tells them apart in square matrices.
+        dropped = int(np.argsort(shape)[-1 if field == "v_row" else -2])
+        if leaf.shape != shape[:dropped] + shape[dropped + 1 :]:
+            return PartitionSpec()
+        entries = tuple(spec) + (None,) * (len(shape) - len(spec))
+        return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
-
-
-def _leaf_spec(
-    shape: tuple[int, ...], field: str, param_shape: tuple[int, ...], spec: PartitionSpec
-) -> PartitionSpec:
-    """Returns the spec of a state leaf that belongs to a parameter."""
-    if shape == param_shape:
-        return spec
-    if field not in ("v_row", "v_col") or len(shape) != len(param_shape) - 1:
-        return PartitionSpec()
-    # As in optax's `_factored_dims`: v_row has lost the largest dim, v_col the second largest.
-    # Only this tells them apart in square matrices.
-    dropped = int(np.argsort(param_shape)[-1 if field == "v_row" else -2])
-    if shape != param_shape[:dropped] + param_shape[dropped + 1 :]:
-        return PartitionSpec()
-    entries = tuple(spec) + (None,) * (len(param_shape) - len(spec))
-    return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])

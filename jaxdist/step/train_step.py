@@ -109,8 +109,7 @@ def build_train_step(
     placement.place(staged.named_parameters(), rules)
     fresh = partial(_fresh_state, staged, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)
-    specs = _state_specs(staged, abstract, rules)
-    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=_is_spec)
+    shardings = _state_shardings(staged, abstract, mesh, rules)
     gradient_of, loss_of = _build_gradients(staged, config)
     inspect = _build_inspect(spec, staged, gradient_of, rule, mesh, rules, config)
 
@@ -119,14 +118,16 @@ def build_train_step(
 
     if config.max_traces is not None:
         step = _limit_traces(step, config.max_traces)
-    whole = NamedSharding(mesh, P())
+    whole, on_cpu = NamedSharding(mesh, P()), mesh.devices.flat[0].platform == "cpu"
     return TrainStep(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
         init=jax.jit(
             lambda given=None: fresh(given),
             donate_argnums=() if cut else 0,  # stages take other buffers
             out_shardings=shardings,
-            compiler_options=_for_one_run(mesh),
+            # It runs once: on CPU, LLVM's full optimisation of the random generators takes most of a short
+            # start, and a quarter of the time gives the same bits.
+            compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
         ),
         inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
         evaluate=jax.jit(_build_evaluate(loss_of, mesh, rules, config)),
@@ -201,15 +202,6 @@ def _fresh_state(
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
 
 
-def _for_one_run(mesh: Mesh) -> dict[str, int] | None:
-    """Returns compiler options for a program that runs once.
-
-    On CPU, LLVM's full optimisation of the random generators takes most of a short start; a quarter
-    of the time gives the same bits.
-    """
-    return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
-
-
 def _limit_traces(function: Callable, most: int) -> Callable:
     """Returns the function, which may be traced so often.
 
@@ -237,8 +229,7 @@ def _key(seed: int, purpose: int) -> jax.Array:
 # --- shardings ------------------------------------------------------------------------------------
 
 
-def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> State:
-    """Returns the PartitionSpec of each array of the state."""
+def _state_shardings(spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules) -> State:
 
     def specs(tree: Tree, names: Tree, rule: Callable[..., P]) -> Tree:
         return jax.tree.map(lambda x, own: rule(own, x.shape), tree, names)
@@ -246,13 +237,14 @@ def _state_specs(spec: ModelSpec, abstract: State, rules: Rules) -> State:
     whole = jax.tree.map(lambda _: P(), abstract)
     moments = specs(spec.trainable, spec.names, rules.state)
     optimizer = state_specs(abstract.opt_state.optimizer, spec.trainable, moments)
-    return whole._replace(
+    state = whole._replace(
         trainable=specs(spec.trainable, spec.names, rules.stored),
         frozen=specs(spec.frozen, spec.frozen_names, rules.stored),
         model_state=specs(spec.model_state, spec.state_names, rules.computed),
         opt_state=whole.opt_state._replace(optimizer=optimizer),
         ema=None if abstract.ema is None else moments,
     )
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P))
 
 
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:
@@ -277,7 +269,3 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
 
 def _with_sharding(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-
-def _is_spec(x) -> bool:
-    return isinstance(x, P)

@@ -1,6 +1,5 @@
 """The rules between a run's components: all faults at once, before anything compiles."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
 from jaxdist.optim.config import warmup_faults
-from jaxdist.parallel.mesh import MeshShape, count_slices, resolve_mesh
+from jaxdist.parallel.mesh import MeshShape, resolve_mesh, slices_of
 from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec
@@ -25,7 +24,7 @@ def validate(
     run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
-    slices = count_slices(devices) if devices[0].platform == "tpu" else None
+    slices = slices_of(run.mesh, devices)
     checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
     parts, stages = run.batch.accumulation * run_build.num_microbatches(run, shape), shape.sizes["pipeline"]
     options = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
@@ -65,11 +64,9 @@ def validate_on(
     for part in ("lora", "optimizer"):  # their patterns choose parameters
         unbuildable += schema.faults(getattr(run, part), f"{part}.")
     faults = list(dict.fromkeys([*faults, *unbuildable, *_faults(run)]))
-    if num_slices is None:
-        num_slices = math.prod(n for axis, n in vars(run.mesh.dcn).items() if axis != "force" and n > 1)
     shape = None
     try:
-        shape = resolve_mesh(run.mesh, num_devices, num_slices)
+        shape = resolve_mesh(run.mesh, num_devices, num_slices or run.mesh.dcn.num_slices)
     except ConfigError as error:
         faults += error.faults
     if shape is None or unbuildable:

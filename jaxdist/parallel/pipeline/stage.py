@@ -117,8 +117,7 @@ class Stage:
         def apply(trained, x):
             return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
 
-        (_, aux), pull = jax.vjp(apply, blocks.trained, x)
-        return pull((dy, jax.tree.map(jnp.ones_like, aux)))
+        return _pull(apply, blocks.trained, x, dy)
 
     def pull_layers(self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk):
         """Returns what `pull` does, from the inputs of all layers.
@@ -134,8 +133,7 @@ class Stage:
                 part = _stacked(parameters._replace(trained=trained))
                 return self.layers(part, x, fields, layer, (kind,))[:2]
 
-            (_, aux), pull = jax.vjp(apply, parameters.trained, x)
-            dparameters, dx = pull((dy, jax.tree.map(jnp.ones_like, aux)))
+            dparameters, dx = _pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
         pattern = pattern_of(self.model(self.rest, blocks).blocks)
@@ -146,6 +144,12 @@ class Stage:
     def residual(x: jax.Array) -> jax.Array:
         lead = (None,) * (x.ndim - 3)
         return execution.shard(x, *lead, "batch", "residual", None)
+
+
+def _pull(apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
+    """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of aux."""
+    (_, aux), pull = jax.vjp(apply, trained, x)
+    return pull((dy, jax.tree.map(jnp.ones_like, aux)))
 
 
 def _stacked(layer: StageParams) -> StageParams:

@@ -74,15 +74,15 @@ def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.nd
     stage, share = np.arange(stages), stages if costs.edges == "sharded" else 1
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
     slowest_b = backward[stage, rows.b_chunk].max(axis=1)
-    columns = {
-        "embed": ticks.any_embed * costs.embed / share,
-        "forward": ticks.any_forward * slowest_f,
-        "head": ticks.any_head * costs.head / share,
-        "backward": ticks.any_backward * slowest_b,
-        "embed_backward": ticks.any_embed_backward * costs.embed_backward / share,
-        "hop": (ticks.any_hop * 1.0 + ticks.any_gradient_hop) * costs.hop,
-    }
-    return np.stack([columns[phase] for phase in PHASES], axis=1)
+    columns = (  # as PHASES
+        ticks.any_embed * costs.embed / share,
+        ticks.any_forward * slowest_f,
+        ticks.any_head * costs.head / share,
+        ticks.any_backward * slowest_b,
+        ticks.any_embed_backward * costs.embed_backward / share,
+        (ticks.any_hop * 1.0 + ticks.any_gradient_hop) * costs.hop,
+    )
+    return np.stack(columns, axis=1)
 
 
 # A picture ----------------------------------------------------------------------------------------
