@@ -258,8 +258,5 @@ def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
 
 def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
     """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
-
-    def sharding_of(x: np.ndarray) -> NamedSharding:
-        return NamedSharding(mesh, rules.activation(("batch", None)[: x.ndim], x.shape))
-
-    return [jax.device_put(x, sharding_of(x)) for x in arrays]
+    specs = [rules.activation(("batch", None)[: x.ndim], x.shape) for x in arrays]
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]

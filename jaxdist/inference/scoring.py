@@ -73,8 +73,7 @@ def build_scorer(spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, comput
         with execution.activate(mesh, rules, compute=compute):
             return _score(spec, compute, weights, inputs_BW, targets_BW)
 
-    whole = NamedSharding(mesh, P())
-    compiled = jax.jit(run, out_shardings=whole)
+    compiled = jax.jit(run, out_shardings=NamedSharding(mesh, P()))
 
     def score(
         weights: Weights,

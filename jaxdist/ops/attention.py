@@ -70,8 +70,7 @@ def attention(
     k_BSKN, v_BSKN = _spread(k_BSKN, q_BSHN), _spread(v_BSKN, q_BSHN)
     run = partial(backend.run, options=options)
     run = partial(_per_device, run) if backend.is_kernel else run
-    out = run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
-    return checkpoint_name(out, OUT)
+    return checkpoint_name(run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS), OUT)
 
 
 def _check(heads: int, kv_heads: int, causal: bool, window: int | None, implementation: str) -> None:

@@ -162,8 +162,7 @@ def _group_of(config: OptimizerConfig, path: str) -> int | None:
     return next((n for n, (pattern, *_) in enumerate(config.groups) if re.search(pattern, path)), None)
 
 
-_Direction = Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]
-_DIRECTIONS: dict[str, _Direction] = {
+_DIRECTIONS: dict[str, Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]] = {
     "adamw": _adam,
     "lion": _lion,
     "adafactor": _adafactor,

@@ -44,7 +44,10 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     """
 
     def objective(trainable, model_state, frozen, batch, key):
-        model = _assembled(spec, compute, trainable, model_state, frozen, _own_key(spec, batch, key))
+        own_key = key  # of the model's own random streams: the parts of a step draw different ones
+        if key is not None and spec.streams and "sample" in batch:
+            own_key = jax.random.fold_in(key, batch["sample"][0])
+        model = _assembled(spec, compute, trainable, model_state, frozen, own_key)
         if spec.staged:
             loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
         else:
@@ -103,13 +106,6 @@ def _assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, ke
     if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)
     return spec.assemble(trainable, model_state, frozen, key=key)
-
-
-def _own_key(spec: ModelSpec, batch: Batch, key: jax.Array | None) -> jax.Array | None:
-    """Returns what the model's own random streams start from: the parts of a step draw different ones."""
-    if key is None or not spec.streams or "sample" not in batch:
-        return key
-    return jax.random.fold_in(key, batch["sample"][0])
 
 
 def sum_gradients(

@@ -111,7 +111,7 @@ def build_train_step(
     abstract = jax.eval_shape(fresh)
     shardings = _state_shardings(staged, abstract, mesh, rules)
     gradient_of, loss_of = _build_gradients(staged, config)
-    inspect = _build_inspect(spec, staged, gradient_of, rule, mesh, rules, config)
+    inspect = _build_inspect(spec, gradient_of, rule, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return inspect(state, batch)[:2]
@@ -140,26 +140,20 @@ def build_train_step(
 
 
 def _build_inspect(
-    flat: ModelSpec,
-    spec: ModelSpec,
-    gradient_of: Objective,
-    rule: UpdateRule,
-    mesh: Mesh,
-    rules: Rules,
-    config: StepConfig,
+    spec: ModelSpec, gradient_of: Objective, rule: UpdateRule, mesh: Mesh, rules: Rules, config: StepConfig
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """Returns the step that hands out its gradients, too; `flat` is the spec without stages."""
+    """Returns the step that hands out its gradients, too; `spec` is that without stages."""
     cut, accumulation = config.staging, config.accumulation
     stages = cut.stages if cut else 1
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if faults := model_checks.check_model(flat, batch, accumulation=accumulation, stages=stages):
+        if faults := model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages):
             raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
-            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=spec.names)
+            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=rule.names)
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
-            sums = sums._replace(model_state=apply_stats(flat, cut, state, sums))
+            sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
             return *rule.apply(state, sums, batch), gradients
 
     return inspect

@@ -207,8 +207,8 @@ class _Ticks(Stage):
                 dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
             carry = carry._replace(dx=self.residual(dx), sums=self._add_chunk(carry.sums, dchunk, row))
         if "embed_backward" in run.some:
-            often = self._prefer_mask("embed_backward", "backward")
-            carry = _cond_if_needed(often, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
+            always = self._prefer_mask("embed_backward", "backward")
+            carry = _cond_if_needed(always, at.any_embed_backward, lambda c: self._embed_back(c, at), carry)
         return carry
 
     def _embed_back(self, carry: Carry, at) -> Carry:
@@ -221,8 +221,7 @@ class _Ticks(Stage):
         def embed(trained):
             return self.embed(self.rest._replace(trained=trained), at.eb_mb)
 
-        pull = jax.vjp(embed, self.rest.trained)[1]
-        drest = pull(self.residual(dx))[0]
+        (drest,) = jax.vjp(embed, self.rest.trained)[1](self.residual(dx))
         return carry._replace(sums=self._add_rest(carry.sums, self._mask_edge(wanted, drest)))
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:

@@ -6,6 +6,7 @@ places filled up with layers of zeros. Row by row this is the flat order, so a v
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -95,11 +96,21 @@ class Staging:
 
     def staged(self, tree: Tree) -> Tree:
         """Returns a tree with its flat block leaves by stage."""
-        return _map_blocks(self._cut, tree, lambda dims: dims[:1] == (self.num_layers,))
+        extra = math.prod(self.dims) - self.num_layers
+
+        def cut(x: jax.Array) -> jax.Array:
+            padded = jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)) if extra else x
+            return padded.reshape(*self.dims, *x.shape[1:])
+
+        return _map_blocks(cut, tree, lambda dims: dims[:1] == (self.num_layers,))
 
     def flat(self, tree: Tree) -> Tree:
         """Returns a tree with its staged block leaves flat, padding left out."""
-        return _map_blocks(self._join, tree, lambda dims: dims[:3] == self.dims)
+
+        def join(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[3:])[: self.num_layers]
+
+        return _map_blocks(join, tree, lambda dims: dims[:3] == self.dims)
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec of the model with its blocks by stage."""
@@ -107,15 +118,6 @@ class Staging:
         cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
         return dataclasses.replace(spec, **cut, names=names, frozen_names=frozen_names, stack=NAMES)
-
-    def _cut(self, x: jax.Array) -> jax.Array:
-        chunks, stages, layers = self.dims
-        extra = chunks * stages * layers - self.num_layers
-        padded = jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)) if extra else x
-        return padded.reshape(*self.dims, *x.shape[1:])
-
-    def _join(self, x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[3:])[: self.num_layers]
 
 
 def _with_stack(names: Tree) -> Tree:

@@ -73,15 +73,12 @@ class Stage:
 
     def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
-        return self.layers(blocks, x, self.fields(number), self.first_layer(chunk))
+        return self.layers(blocks, x, *self.place(number, chunk))
 
-    def fields(self, number) -> dict[str, jax.Array]:
-        """Returns what the blocks read of a microbatch."""
-        return shared_fields(self.model(self.rest), self.microbatch(number))
-
-    def first_layer(self, chunk):
-        """Returns the number of a chunk's first layer."""
-        return (chunk * self.cut.stages + self.index) * self.cut.dims[2]
+    def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Returns what the blocks read of a microbatch, and the number of a chunk's first layer."""
+        fields = shared_fields(self.model(self.rest), self.microbatch(number))
+        return fields, (chunk * self.cut.stages + self.index) * self.cut.dims[2]
 
     def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
@@ -101,7 +98,7 @@ class Stage:
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
-        fields, first = self.fields(number), self.first_layer(chunk)
+        fields, first = self.place(number, chunk)
 
         def one(x, layer, parameters, kind):
             y, aux, stats = self.layers(_stacked(parameters), x, fields, layer, (kind,))
@@ -124,7 +121,7 @@ class Stage:
 
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
         """
-        fields, first = self.fields(number), self.first_layer(chunk)
+        fields, first = self.place(number, chunk)
 
         def one(dy, layer, item, kind):
             parameters, x = item
