@@ -92,8 +92,6 @@ def _with_whole_edges(tree: Tree) -> Tree:
     partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
     """
     now = execution.current()
-    if not now.stage:
-        return tree
     whole = jax.sharding.PartitionSpec()
     return {
         name: part if name == "blocks" else jax.tree.map(lambda x: now.constrain(x, whole), part)

@@ -110,8 +110,6 @@ def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) 
     parts = [state.trainable, sums.model_state, state.frozen]
     parts = [*map(cut.flat, parts)] if cut else parts
     model = spec.assemble(*parts)
-    if not callable(getattr(model, "update", None)):
-        raise ConfigError(f"{type(model).__name__}.loss returns stats, but it has no update(self, stats)")
     model.update(sums.loss.stats)
     trainable, after, _ = spec.arrays_of(model)
     if any(new is not old for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)):

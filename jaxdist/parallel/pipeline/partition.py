@@ -13,10 +13,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config import ConfigError
 from jaxdist.config.annotations import NonNegativeInt, PositiveInt
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
-from jaxdist.parallel.pipeline.schedules.table import ScheduleError, build_schedule
+from jaxdist.parallel.pipeline.schedules.table import build_schedule
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 NAMES = ("chunks", "stages", "layers")
@@ -65,7 +66,7 @@ class Staging:
         """Returns the compiled schedule.
 
         Raises:
-          ScheduleError: the sizes or the table of a file are not legal.
+          ConfigError: the sizes or the table of a file are not legal.
         """
         config = self.config
         schedule = build_schedule(config.schedule, self.stages, self.microbatches, config.chunks)
@@ -91,7 +92,7 @@ class Staging:
         yield from remat.policy_faults(config.remat, "pipeline.remat", plain)
         try:
             self.program()
-        except ScheduleError as error:
+        except ConfigError as error:
             yield from error.faults
 
     def staged(self, tree: Tree) -> Tree:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxdist.config import ConfigError
 from jaxdist.parallel.pipeline.schedules.balance import balance, bubble_fraction, microbatch_options
 from jaxdist.parallel.pipeline.schedules.program import KINDS, ScheduleRows, compile_schedule
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, draw_svg, simulate
 from jaxdist.parallel.pipeline.schedules.table import (
     SCHEDULES,
     Schedule,
-    ScheduleError,
     build_schedule,
     check,
     read_schedule,
@@ -309,7 +309,7 @@ def test_the_checker_agrees_with_an_oracle_and_what_it_passes_executes(schedule)
     faults = check(schedule)
     assert (not faults) == is_valid(schedule), faults
     if faults:
-        with pytest.raises(ScheduleError) as error:
+        with pytest.raises(ConfigError) as error:
             compile_schedule(schedule)
         assert list(error.value.faults) == faults
     else:
@@ -384,7 +384,7 @@ def test_a_table_that_would_deadlock_is_refused():
     ],
 )
 def test_numbers_that_no_schedule_takes(case, words):
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ConfigError) as error:
         build_schedule(*case)
     assert words in str(error.value)
 
@@ -403,7 +403,7 @@ def test_a_file_holds_the_same_table(case, tmp_path):
         assert again.name == case[0]
     with pytest.raises(FileExistsError):
         write_schedule(schedule, path)
-    with pytest.raises(ScheduleError, match=f"is for {case[1]} stages, the configuration has 9"):
+    with pytest.raises(ConfigError, match=f"is for {case[1]} stages, the configuration has 9"):
         build_schedule(str(path), 9, *case[2:])
 
 
@@ -413,12 +413,12 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
     data = json.loads(path.read_text())
     data["ticks"][0][0] = ""
     path.write_text(json.dumps(data))
-    with pytest.raises(ScheduleError, match="table.json: forward of microbatch 0.*is missing"):
+    with pytest.raises(ConfigError, match="table.json: forward of microbatch 0.*is missing"):
         build_schedule(str(path), 2, 2, 1)
     data["ticks"][0] = ["B0 F0", "F7", "F0"]
     data["ticks"][1][1] = 3
     path.write_text(json.dumps(data))
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ConfigError) as error:
         read_schedule(path)
     assert len(error.value.faults) == 4
     assert "tick 0 has 3 cells; 2 are required" in error.value.faults[0]
@@ -439,10 +439,10 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
 def test_a_file_that_is_none(text, words, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(text.replace('{"st', '{"format": "jaxdist.schedule", "version": 1, "st'))
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ConfigError) as error:
         build_schedule(str(path), 1, 1)
     assert words in str(error.value)
-    with pytest.raises(ScheduleError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_schedule(tmp_path / "absent.json")
 
 
@@ -459,7 +459,7 @@ def test_the_timeline_as_svg():
     boxes = [box for box in root.iter("{http://www.w3.org/2000/svg}rect") if box.get("class") != "i"]
     assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) <= 960
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script>" not in text
-    with pytest.raises(ScheduleError):
+    with pytest.raises(ConfigError):
         draw_svg(Schedule(2, 4, 2, schedule.table[:-1]))
 
 

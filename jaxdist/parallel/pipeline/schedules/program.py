@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.schedules.table import Schedule, ScheduleError, check, ticks_of
+from jaxdist.config import ConfigError
+from jaxdist.parallel.pipeline.schedules.table import Schedule, check, ticks_of
 
 
 class ScheduleRows(NamedTuple):
@@ -89,10 +90,10 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     else by forward and backward alone: each run is one more loop body to compile.
 
     Raises:
-      ScheduleError: what `check` says.
+      ConfigError: what `check` says.
     """
     if faults := check(schedule):
-        raise ScheduleError(faults)
+        raise ConfigError(faults)
     p, v = schedule.stages, schedule.chunks
     at = np.zeros((2, schedule.microbatches, p * v), np.int64)  # the tick of each op
     for op, (tick,) in ticks_of(schedule).items():

@@ -51,7 +51,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Returns time, bubble and peak live inputs of a schedule (forward 1, backward 2).
 
     Raises:
-      ScheduleError: the table is not valid.
+      ConfigError: the table is not valid.
     """
     program, costs = compile_schedule(schedule), costs or Costs()
     forward, backward = _by_chunk(costs.forward, schedule), _by_chunk(costs.backward, schedule)
@@ -102,7 +102,7 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960
     A row is a stage, x is time: forwards blue, backwards orange, later chunks paler, idle grey.
 
     Raises:
-      ScheduleError: an invalid table has no timeline.
+      ConfigError: an invalid table has no timeline.
     """
     result = simulate(schedule, costs)
     ends = result.phases.cumsum().reshape(result.phases.shape)

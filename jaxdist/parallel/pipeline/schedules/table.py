@@ -10,25 +10,19 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxdist.config import ConfigError
 
 FORWARD, BACKWARD = 0, 1
 FORMAT = "jaxdist.schedule"
 
 _Op = tuple[int, int, int]  # slot, microbatch, place
 _WORDS = ("forward", "backward")
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot be; `faults` are lines: what was given, what is required."""
-
-    def __init__(self, faults: Iterable[str]):
-        self.faults = tuple(faults)
-        super().__init__("\n".join(self.faults))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,7 +92,7 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
     """Returns a valid schedule: a name of `SCHEDULES`, or the path of a file (`*.json`).
 
     Raises:
-      ScheduleError: all that the numbers or the file violate, in the words of the config keys.
+      ConfigError: all that the numbers or the file violate, in the words of the config keys.
     """
     if name.endswith(".json"):
         return _read_for(Path(name), stages, microbatches, chunks)
@@ -121,7 +115,7 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
             f"{stages}, one microbatch a stage; set it to {near}, or pipeline.schedule=1f1b"
         )
     if faults or kind is None:
-        raise ScheduleError(faults)
+        raise ConfigError(faults)
     table = kind.build(stages, microbatches, chunks)
     return Schedule(stages, microbatches, chunks, table, name)
 
@@ -142,7 +136,7 @@ def _read_for(path: Path, stages: int, microbatches: int, chunks: int) -> Schedu
         if getattr(schedule, key) != value
     ]
     if faults := faults or [f"{path}: {fault}" for fault in check(schedule)]:
-        raise ScheduleError(faults)
+        raise ConfigError(faults)
     return schedule
 
 
@@ -150,7 +144,7 @@ def read_schedule(path: Path) -> Schedule:
     """Returns the table of a file, well-formed but not yet checked: see `check`.
 
     Raises:
-      ScheduleError: the file cannot be read, or which keys and cells are malformed, all of them.
+      ConfigError: the file cannot be read, or which keys and cells are malformed, all of them.
     """
     data = _read_head(path)
     stages, microbatches, chunks = data["stages"], data["microbatches"], data["chunks"]
@@ -173,7 +167,7 @@ def read_schedule(path: Path) -> Schedule:
             if cell is None
         ]
     if faults:
-        raise ScheduleError(faults)
+        raise ConfigError(faults)
     table = np.array(entries, np.int32)
     return Schedule(stages, microbatches, chunks, table, str(data.get("name") or path.stem))
 
@@ -183,9 +177,9 @@ def _read_head(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ScheduleError([f"{path} cannot be read as a schedule: {error}"]) from None
+        raise ConfigError([f"{path} cannot be read as a schedule: {error}"]) from None
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, 1):
-        raise ScheduleError([f'{path}: "format": "{FORMAT}", "version": 1 are required'])
+        raise ConfigError([f'{path}: "format": "{FORMAT}", "version": 1 are required'])
     faults = [
         f"{path}: {key} is {data.get(key)!r:.40}; an integer >= 1 is required"
         for key in ("stages", "microbatches", "chunks")
@@ -195,7 +189,7 @@ def _read_head(path: Path) -> dict[str, Any]:
     if not isinstance(ticks, list) or not all(isinstance(row, list) for row in ticks):
         faults.append(f"{path}: ticks must be a list of ticks, each a list of one cell a stage")
     if faults:
-        raise ScheduleError(faults)
+        raise ConfigError(faults)
     return data
 
 
