@@ -95,7 +95,8 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
       ConfigError: all that the numbers or the file violate, in the words of the config keys.
     """
     if name.endswith(".json"):
-        return _read_for(Path(name), stages, microbatches, chunks)
+        sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+        return _read_schedule(Path(name), sizes)
     sizes = {"mesh.pipeline": stages, "microbatches": microbatches, "chunks": chunks}
     faults = [f"{key} is {n}; at least 1 is required" for key, n in sizes.items() if n < 1]
     kind = SCHEDULES.get(name)
@@ -127,34 +128,19 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
 _CELL = re.compile(r"(?:F(\d+)(?:\.(\d+))?)?\s*(?:B(\d+)(?:\.(\d+))?)?", re.ASCII)
 
 
-def _read_for(path: Path, stages: int, microbatches: int, chunks: int) -> Schedule:
-    schedule = read_schedule(path)
-    required = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    faults = [
-        f"{path} is for {getattr(schedule, key)} {key}, the configuration has {value}"
-        for key, value in required.items()
-        if getattr(schedule, key) != value
-    ]
-    if faults := faults or [f"{path}: {fault}" for fault in check(schedule)]:
-        raise ConfigError(faults)
-    return schedule
-
-
-def read_schedule(path: Path) -> Schedule:
-    """Returns the table of a file, well-formed but not yet checked: see `check`.
+def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
+    """Returns the schedule of a file; `sizes` are the stages, microbatches and chunks of the configuration.
 
     Raises:
-      ConfigError: the file cannot be read, or which keys and cells are malformed, all of them.
+      ConfigError: the file cannot be read or is for other sizes, or what is wrong with its cells.
     """
-    data = _read_head(path)
-    stages, microbatches, chunks = data["stages"], data["microbatches"], data["chunks"]
-    ticks: list[list[object]] = data["ticks"]
-    faults = []
-    if microbatches * chunks > len(ticks):  # also bounds the work on a file of wild numbers
+    data = _read_head(path, sizes)
+    stages, microbatches, chunks = sizes.values()
+    entries, faults = [], []
+    if microbatches * chunks > len(data["ticks"]):
         work = f"{microbatches} microbatches x {chunks} chunks"
-        faults.append(f"{path}: {len(ticks)} ticks cannot hold {work}, one forward a tick")
-    entries = []
-    for t, row in enumerate(ticks):
+        faults.append(f"{path}: {len(data['ticks'])} ticks cannot hold {work}, one forward a tick")
+    for t, row in enumerate(data["ticks"]):
         if len(row) != stages:
             faults.append(f"{path}: tick {t} has {len(row)} cells; {stages} are required")
         parsed = [_parse_cell(cell, microbatches, chunks) for cell in row]
@@ -166,24 +152,28 @@ def read_schedule(path: Path) -> Schedule:
             for s, cell in enumerate(parsed)
             if cell is None
         ]
+    if not faults:
+        schedule = Schedule(
+            **sizes, table=np.array(entries, np.int32), name=str(data.get("name") or path.stem)
+        )
+        faults = [f"{path}: {fault}" for fault in check(schedule)]
     if faults:
         raise ConfigError(faults)
-    table = np.array(entries, np.int32)
-    return Schedule(stages, microbatches, chunks, table, str(data.get("name") or path.stem))
+    return schedule
 
 
-def _read_head(path: Path) -> dict[str, Any]:
-    """Returns the file's object once its sizes are integers >= 1 and its ticks lists."""
+def _read_head(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """Returns the file's object once it has these sizes, and its ticks are lists."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{path} cannot be read as a schedule: {error}"]) from None
+        raise ConfigError(f"{path} cannot be read as a schedule: {error}") from None
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, 1):
-        raise ConfigError([f'{path}: "format": "{FORMAT}", "version": 1 are required'])
+        raise ConfigError(f'{path}: "format": "{FORMAT}", "version": 1 are required')
     faults = [
-        f"{path}: {key} is {data.get(key)!r:.40}; an integer >= 1 is required"
-        for key in ("stages", "microbatches", "chunks")
-        if type(data.get(key)) is not int or data[key] < 1
+        f"{path} is for {data.get(key)!r:.40} {key}, the configuration has {size}"
+        for key, size in sizes.items()
+        if data.get(key) != size
     ]
     ticks = data.get("ticks")
     if not isinstance(ticks, list) or not all(isinstance(row, list) for row in ticks):
@@ -208,7 +198,7 @@ def _parse_cell(cell: object, microbatches: int, chunks: int) -> tuple[int, int]
 
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Writes the file that `read_schedule` reads; an existing file raises FileExistsError."""
+    """Writes the file that `build_schedule` reads; an existing file raises FileExistsError."""
     rows = [
         json.dumps([_cell(*schedule.labels(tick, stage)) for stage in range(schedule.stages)])
         for tick in range(len(schedule.table))
