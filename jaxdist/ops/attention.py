@@ -18,7 +18,6 @@ from jaxdist.ops.attention_backends import BACKENDS, choose
 from jaxdist.ops.attention_reference import MASKED, Options, einsum, soft_capped
 from jaxdist.parallel import execution
 
-IMPLEMENTATIONS = ("auto", *BACKENDS)
 OUT = "attention_out"  # name of the result
 
 
@@ -83,8 +82,8 @@ def _check(heads: int, kv_heads: int, causal: bool, window: int | None, implemen
         raise ValueError(
             f"attention: window={window}, causal={causal}; a window is >= 1 token and needs causal=True"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention: implementation={implementation!r}; choose one of {IMPLEMENTATIONS}")
+    if implementation not in (choices := ("auto", *BACKENDS)):
+        raise ValueError(f"attention: implementation={implementation!r}; choose one of {choices}")
 
 
 # --- placement ------------------------------------------------------------------------------------

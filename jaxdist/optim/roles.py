@@ -9,10 +9,9 @@ import jax
 import optax
 
 from jaxdist.optim.config import OptimizerConfig
+from jaxdist.protocols.param_names import STACKS, Names
 
-Names = Sequence[str | None]
-
-_STACK_NAMES = frozenset({"experts", "layers"})  # leading: that many separate parameters
+_STACK_NAMES = frozenset({"experts", *STACKS})  # leading: that many separate parameters
 _HEAD_NAMES = frozenset({"heads", "kv_heads"})  # joined with a following head_dim to one dim
 _TABLE_NAMES = frozenset({"vocab", "positions"})
 

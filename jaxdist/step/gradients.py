@@ -16,15 +16,9 @@ from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.state import State
 
-# (trainable, model_state, frozen, batch, key) -> (objective, or gradient sums; LossAndState)
-Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Any, "LossAndState"]]
-
-
-class LossAndState(NamedTuple):
-    """What a model made of a batch."""
-
-    loss: Loss
-    model_state: Tree  # as the model's own code left it
+# (trainable, model_state, frozen, batch, key) -> (objective or gradient sums, (Loss, model_state)), the
+# state as the model's own code left it.
+Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Any, tuple[Loss, Tree]]]
 
 
 class Sums(NamedTuple):
@@ -36,7 +30,7 @@ class Sums(NamedTuple):
 
 
 def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
-    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, LossAndState)`.
+    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, (Loss, state))`.
 
     Args:
       compute: dtype of matrix products and activations; `execution.activate` is told the same.
@@ -53,13 +47,13 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
         else:
             loss = as_loss(model.loss(batch, key), batch)
         after = spec.state_of(model) if model_state else model_state
-        return loss.sum + sum(loss.aux.values()), LossAndState(loss, after)
+        return loss.sum + sum(loss.aux.values()), (loss, after)
 
     return objective
 
 
 def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True) -> Objective:
-    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, LossAndState)`.
+    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, (Loss, state))`.
 
     It equals the gradients of `build_objective`, computed by the stages of a pipeline.
 
@@ -80,7 +74,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
         parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
         params, pipeline = StageParams(trainable, frozen, model_state), Pipeline(cut, program, assemble)
         sums, loss = pipeline_sums(pipeline, params, names, parts, key, backward=backward)
-        return sums, LossAndState(loss, model_state)
+        return sums, (loss, model_state)
 
     return pipelined
 

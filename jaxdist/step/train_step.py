@@ -164,7 +164,7 @@ def _build_evaluate(
 ) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
     def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with execution.activate(mesh, rules, compute=config.compute):
-            loss = loss_of(*state.model_arrays, batch, None)[1].loss
+            _, (loss, _) = loss_of(*state.model_arrays, batch, None)
         return loss.sum, loss.count
 
     return evaluate

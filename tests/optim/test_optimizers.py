@@ -197,6 +197,13 @@ def test_roles_follow_names_not_ranks():
         ("token_embedding/weight", (V, D), None, ("embedding", (), ())),
         ("blocks/gain", (L,), (), ("vector", (), ())),
         ("temperature", (), None, ("vector", (), ())),
+        (
+            "blocks/up",
+            (2, 4, 1, D, F),
+            ("chunks", "stages", "layers", "d_model", "d_ff"),
+            ("matrix", (-2,), (-1,)),
+        ),
+        ("blocks/norm/scale", (2, 4, 1, D), ("chunks", "stages", "layers", "d_model"), ("vector", (), ())),
     ],
 )
 def test_role_of(path, shape, names, expected):

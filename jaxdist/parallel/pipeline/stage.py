@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.schedules.program import Program
-from jaxdist.parallel.pipeline.stage_params import StageParams, gathered
+from jaxdist.parallel.pipeline.stage_params import StageParams, Tree, gathered
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import (
     Batch,
@@ -29,7 +29,6 @@ from jaxdist.protocols.model import (
 )
 
 AXIS = "pipeline"
-Tree = Any
 
 
 class Pipeline(NamedTuple):
