@@ -167,7 +167,7 @@ def describe(
 
     Args:
       frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
-      rules: (path regex, names of the dims): see `param_names.rename`.
+      rules: (path regex, names of the dims): see `param_names.name_parameters`.
 
     Raises:
       ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.
