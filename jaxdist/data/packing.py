@@ -62,14 +62,13 @@ class Windows:
         high = np.minimum(self._stream[piece + 1], np.repeat(end, pieces))
         start = self._start[piece] + low - self._stream[piece]
         window = _gather(self._files, self._file[piece], start, high - low).reshape(-1, self._length_S + 1)
-        used = np.arange(self._length_S) < (self.num_targets - begin)[:, None]
+        tokens, targets = window[:, :-1].copy(), window[:, 1:].copy()
         weights, positions = _constants(len(rows), self._length_S)
-        return {
-            "tokens": np.where(used, window[:, :-1], 0),
-            "targets": np.where(used, window[:, 1:], 0),
-            "weights": weights if used.all() else used.astype(np.float32),
-            "positions": positions,
-        }
+        left = self.num_targets - begin
+        if np.any(left < self._length_S):
+            used = np.arange(self._length_S) < left[:, None]
+            tokens[~used], targets[~used], weights = 0, 0, used.astype(np.float32)
+        return {"tokens": tokens, "targets": targets, "weights": weights, "positions": positions}
 
 
 @functools.lru_cache(4)
@@ -87,6 +86,11 @@ def _gather(
     """Returns the tokens of pieces [P] of files, one piece after the other; 0 where the file is -1."""
     contents = {number: files[number].tokens for number in set(owner.tolist()) - {-1}}
     tokens, end = np.zeros(length.sum(), np.int32), 0
+    if len(owner) > 1:  # documents that lie side by side, as in a cache, are one piece
+        apart = (owner[1:] != owner[:-1]) | (start[1:] != start[:-1] + length[:-1])
+        first_of_run = np.flatnonzero(np.append(True, apart))
+        owner, start = owner[first_of_run], start[first_of_run]
+        length = np.add.reduceat(length, first_of_run)
     for number, first, count in zip(owner.tolist(), start.tolist(), length.tolist(), strict=True):
         begin, end = end, end + count
         if number >= 0:
@@ -140,9 +144,10 @@ class PackedDocuments:
         piece = np.repeat(first, pieces) + rank
         owner, length = self._owner[piece], self._length[piece]
         segments = np.repeat(np.where(owner < 0, 0, rank + 1).astype(np.int32), length)
-        positions, start = count_up(length), self._start[piece]
-        tokens, targets = (_gather(self._files, owner, start + shift, length) for shift in (0, 1))
-        used = segments > 0
+        positions, used = count_up(length), segments > 0
+        content = _gather(self._files, owner, self._start[piece], length + 1)
+        at = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)  # pieces share none
+        tokens, targets = content[at], content[at + 1]
         flat = {"tokens": tokens, "targets": targets, "segment_ids": segments}
         flat |= {"positions": (positions * used).astype(np.int32), "weights": used.astype(np.float32)}
         return {name: values.reshape(-1, self._length_S) for name, values in flat.items()}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
@@ -143,6 +144,14 @@ class TrainedRun:
     built: TrainStep
     state: State  # without optimizer state; trainable holds the average, where there is one
     log: Callable[[str], None]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.built.mesh
+
+    @property
+    def rules(self) -> Rules:
+        return self.built.rules
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -338,15 +338,18 @@ def _itemsize(dtype: str) -> float:
 
 
 def _python(frames: Sequence[hlo.Frame]) -> str:
-    """Returns the innermost method of a model on the stack and where it is.
+    """Returns the innermost method of a model on the stack, and the innermost line of a model in it.
 
     Else (a loop, a pipeline) the innermost method of ours, else the innermost function.
     """
-    methods = [f for f in frames if "." in f.function and "<locals>" not in f.function]
     ours = "/jaxdist/", "/site-packages/"
-    models = [f for f in methods if "/models/" in f.file or not any(part in f.file for part in ours)]
-    frame = next(iter([*models, *methods, *frames]), None)
-    return f"{frame.function} ({PurePath(frame.file).name}:{frame.line})" if frame else ""
+    methods = [f for f in frames if "." in f.function and "<locals>" not in f.function]
+    lines = [f for f in frames if "/models/" in f.file or not any(part in f.file for part in ours)]
+    method = next(iter([*(f for f in methods if f in lines), *methods, *frames]), None)
+    if method is None:
+        return ""
+    line = lines[0] if method in lines else method  # a function that models share stands in its own file
+    return f"{method.function} ({PurePath(line.file).name}:{line.line})"
 
 
 def _phase(op_name: str) -> str:
