@@ -1,0 +1,82 @@
+"""JSON that somebody else may have written: read within limits, with one kind of error.
+
+Python's own reader answers hostile text in several ways: `ValueError`, `RecursionError` (of deep nesting,
+also later, in code that walks the value), `MemoryError` (a huge file) and, where a number of 4,000 digits
+is used, `OverflowError`. Here each is a `Malformed`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+MAX_BYTES = 64 << 20  # of a document; the manifest of 100,000 files has 15 MB
+MAX_DEPTH = 64  # containers in containers; documents of ours and of the ecosystem have fewer than ten
+MAX_DIGITS = 40  # of an integer; 2**127 has 39
+
+Kind = TypeVar("Kind")
+
+
+class Malformed(ValueError):
+    """A document is too large or too deep, no JSON, or of another shape than it must have."""
+
+
+def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
+    """Returns the value of a JSON text.
+
+    Args:
+      kind: what the value must be: dict, list, ...
+
+    Raises:
+      Malformed: it is not UTF-8 or no JSON, exceeds a limit above, or is of another kind.
+    """
+    try:
+        value = json.loads(text, parse_int=_parse_int)
+    except RecursionError:
+        raise Malformed(f"nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:  # no UTF-8, no JSON
+        raise Malformed(f"not JSON: {error}") from None
+    if _is_deeper(value, MAX_DEPTH):
+        raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
+    return of_kind(value, kind)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits; at most {MAX_DIGITS}")
+    return int(digits)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Returns whether containers nest deeper than that; a level at a time, since recursion would fail."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [x for x in level if isinstance(x, dict | list)]
+        if not level:
+            return False
+        level = [item for x in level for item in (x.values() if isinstance(x, dict) else x)]
+    return True
+
+
+def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
+    """Returns `value` if it is of that kind (a bool is no int).
+
+    Raises:
+      Malformed: it is not; says what it is.
+    """
+    if not isinstance(value, kind) or isinstance(value, bool) and kind is int:
+        raise Malformed(f"{name} is {type(value).__name__}; required: {kind.__name__}")
+    return value
+
+
+def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Kind:
+    """Returns the value of a JSON file, here or in an object store.
+
+    Raises:
+      Malformed: as `parse_json`; the message does not name the file.
+      OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise Malformed(f"more than {max_bytes:,} bytes")
+    return parse_json(content, kind)
