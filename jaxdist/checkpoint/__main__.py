@@ -17,6 +17,7 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
+from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
 
@@ -56,11 +57,20 @@ def _located(text: str) -> tuple[Path, int | None]:
     if not path.exists():
         raise config.ConfigError(f"{text}: there is no such folder")
     if (path / "config.json").exists():  # a workdir
-        chosen = dict(json.loads((path / "config.json").read_text())).get("checkpoint", {}).get("folder")
+        chosen = _chosen_folder(path / "config.json")
         return (folders.as_path(chosen) if chosen else path / "checkpoints"), None
     if (path / "checkpoints").is_dir():
         return path / "checkpoints", None
     return (path.parent, int(path.name)) if path.name.isdecimal() else (path, None)
+
+
+def _chosen_folder(file: Path) -> str:
+    """Returns the checkpoint.folder of a config.json, "" if it has none."""
+    try:
+        options = of_kind(read_json(file, dict).get("checkpoint", {}), dict, "checkpoint")
+        return of_kind(options.get("folder", ""), str, "checkpoint.folder")
+    except Malformed as error:
+        raise config.ConfigError(f"{file} is damaged ({error}); name its checkpoints instead") from None
 
 
 def _one(text: str) -> tuple[Path, int]:
@@ -74,9 +84,16 @@ def _one(text: str) -> tuple[Path, int]:
 def _list(flags: argparse.Namespace) -> Result:
     folder, _ = _located(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
-    quarantine = [json.loads(note.read_text()) for note in notes]
+    quarantine = [_noted(note) for note in notes]
     rows = [_row(folder, step, contents=False) for step in folders.all_steps(folder)]
     return {"folder": str(folder), "steps": rows, "quarantine": quarantine}, 0
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    try:
+        return read_json(note, dict)
+    except (FileNotFoundError, Malformed) as error:
+        return {"step": note.stem, "reason": f"{note} cannot be read: {error}"}
 
 
 def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:

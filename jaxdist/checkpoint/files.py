@@ -27,6 +27,7 @@ from etils import epath
 
 from jaxdist.config import extras
 from jaxdist.storage import atomic
+from jaxdist.storage.untrusted import named, of_kind, read_json
 
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
@@ -168,13 +169,18 @@ def read_step(folder: Path, step: int) -> StepInfo:
         raise CheckpointError(f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}")
     file = path / _METADATA_FILE
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file, dict)
         version = document["format"], document["step"]
-        stored = document["arrays"].items()
-        arrays = {name: ArrayInfo(tuple(entry["shape"]), entry["dtype"]) for name, entry in stored}
-        metadata = dict(document["run"])
+        arrays = {
+            name: ArrayInfo(
+                tuple(of_kind(size, int, name) for size in of_kind(entry["shape"], list, name)),
+                of_kind(entry["dtype"], str, name),
+            )
+            for name, entry in document["arrays"].items()
+        }
+        metadata = of_kind(document["run"], dict, "run")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not readable: {error!r}") from error
+        raise CheckpointError(f"{file} is not readable: {named(error)}") from error
     if version != (FORMAT, step):
         raise CheckpointError(f"{file} says format, step = {version}; required: {(FORMAT, step)}")
     return StepInfo(arrays, metadata)

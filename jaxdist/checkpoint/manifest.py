@@ -21,8 +21,9 @@ from typing import Any
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint.files import MANIFEST, CheckpointError
-from jaxdist.storage import atomic
+from jaxdist.storage import atomic, untrusted
 from jaxdist.storage.digest import digest, digest_file
+from jaxdist.storage.untrusted import named, of_kind
 
 MANIFEST_FORMAT = 1
 IDENTITY = "identity"
@@ -73,14 +74,18 @@ def read_manifest(path: Path) -> Manifest:
       CheckpointError: there is none, or it is not exactly what was sealed.
     """
     try:
-        text = (path / MANIFEST).read_text()
-        document = json.loads(text)
-        files = {name: (size, digest) for name, (size, digest) in document["files"].items()}
-        manifest = Manifest(document["step"], document["run"], files, document["fingerprints"])
+        text = untrusted.read_bytes(path / MANIFEST).decode()
+        document = untrusted.parse_json(text, dict)
+        manifest = Manifest(
+            of_kind(document["step"], int, "step"),
+            of_kind(document["run"], str, "run"),
+            {n: (of_kind(b, int, n), of_kind(hex_, str, n)) for n, (b, hex_) in document["files"].items()},
+            {name: of_kind(hex_, str, name) for name, hex_ in document["fingerprints"].items()},
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing: half-written, planted or an older version's") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} is not readable: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST} is not readable: {named(error)}") from error
     if text != _text(manifest):  # also tells a changed seal or format
         raise CheckpointError(f"{MANIFEST} is damaged: its seal does not fit its content")
     return manifest
@@ -148,7 +153,7 @@ def identity(folder: Path, *, create: bool) -> str | None:
     copied to a new folder begins a run there), and with `create` written, made up if need be.
     """
     with contextlib.suppress(OSError, ValueError):
-        name, _, check_sum = (folder / IDENTITY).read_text().strip().partition(" ")
+        name, _, check_sum = untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
         if check_sum == digest(name)[:8]:
             return name
     name = _newest_run(folder) or (secrets.token_hex(8) if create else "")

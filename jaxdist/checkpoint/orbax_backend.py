@@ -112,7 +112,12 @@ class OrbaxBackend:
         )
         # Always Composite: with other arguments Orbax guesses the layout from what it finds.
         restored = self._checkpointer.restore(path, args=ocp.args.Composite(**{STATE_ITEM: item}))
-        return trees.flatten_names(restored[STATE_ITEM])
+        arrays = trees.flatten_names(restored[STATE_ITEM])
+        if missing := [name for name in abstract if not isinstance(arrays.get(name), jax.Array)]:
+            raise ValueError(
+                f"the files do not hold {', '.join(missing[:8])}"
+            )  # Orbax leaves out what is not there
+        return arrays
 
     def close(self) -> None:
         """Wait for the running write and stop Orbax's threads."""

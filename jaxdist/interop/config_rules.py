@@ -48,6 +48,11 @@ class Source:
             legal, why = type(value) in (int, float) and value >= 0, "a number > 0"
         return value if legal else self.refuse(key, value, f"{why} is required", 1)
 
+    def count(self, key: str, default: int | None) -> Any:
+        """Returns a field that is a whole number > 0; null is the default."""
+        value = self.number(key, default, int)
+        return self.refuse(key, value, "a whole number > 0 is required", 1) if value == 0 else value
+
     def refuse(self, key: str, value: Any, why: str, instead: Any = None) -> Any:
         """Notes a fault of a field; returns `instead`."""
         self.faults.append(f"{self.prefix}{key}={value!r}: {why}")
@@ -107,8 +112,8 @@ def heads(*, kv: int | None = None, head_dim: int | None = None) -> Rule:
     """Returns the rule of key heads and head size; by default num_heads, and hidden_size / num_heads."""
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        num = source.number("num_key_value_heads", kv, int) or values["num_heads"]
-        size = source.number("head_dim", head_dim, int) or values["d_model"] // max(values["num_heads"], 1)
+        num = source.count("num_key_value_heads", kv) or values["num_heads"]
+        size = source.count("head_dim", head_dim) or values["d_model"] // max(values["num_heads"], 1)
         return {"num_kv_heads": num, "head_dim": size}
 
     return Rule(read, lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]})
@@ -119,7 +124,7 @@ def gpt2_heads() -> Rule:
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         width, num = values["d_model"], values["num_heads"]
-        d_ff = source.number("n_inner", None, int) or 4 * width
+        d_ff = source.count("n_inner", None) or 4 * width
         return {"num_kv_heads": num, "head_dim": width // max(num, 1), "d_ff": d_ff}
 
     return Rule(read, lambda values: {"n_inner": values["d_ff"]})
@@ -218,8 +223,8 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
             first = first if source.number("use_sliding_window", False, bool) else depth
             computed = ["global" if i < first else "local" for i in range(depth)]
         else:
-            every = source.number("sliding_window_pattern", period, int)
-            every = source.number("_sliding_window_pattern", every, int) or 1
+            every = source.count("sliding_window_pattern", period)
+            every = source.count("_sliding_window_pattern", every)
             computed = ["local" if (i + 1) % every else "global" for i in range(depth)]
         names = source.take("layer_types", None)
         if names is None:

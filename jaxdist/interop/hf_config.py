@@ -1,6 +1,5 @@
 """config.json of Hugging Face <-> the transformer's values, with every field accounted for."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
 from jaxdist.models.transformer import TransformerConfig
+from jaxdist.storage.untrusted import Malformed, read_json
 
 CONFIG = "config.json"
 DEFAULTS = vars(TransformerConfig())
@@ -46,13 +46,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, dict)
     except FileNotFoundError:
         raise ConfigError(f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote") from None
-    except (OSError, ValueError) as error:
+    except Malformed as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a JSON object")
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
         return {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
     return config
@@ -71,6 +69,8 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(lambda key, value: _HARMLESS.fullmatch(key) or not value and _OFF.fullmatch(key))
+    if not isinstance(kind, str | None):
+        faults.append(f"model_type={kind!r}: a name is required")
     if family.model_type != kind:
         if "auto_map" in config:
             faults.append(f"auto_map={config['auto_map']!r}: code of the folder, never run")

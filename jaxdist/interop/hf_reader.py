@@ -6,7 +6,6 @@ arrays themselves the host holds one shard of one parameter, and the piece of on
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import LAYER, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, different, read_config
+from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
@@ -42,6 +42,19 @@ def open_weights(folder: Path | str, values: Mapping[str, Any], shapes: Shapes) 
     return tensors
 
 
+def open_tensors(file: Path) -> Any:
+    """Returns an opened safetensors file, whose header has been checked.
+
+    Raises:
+      Malformed: there is none, or its header, sizes or offsets are not what they must be.
+    """
+    try:
+        open_regular(file).close()
+        return safe_open(file, "np")
+    except (OSError, SafetensorError) as error:
+        raise Malformed(str(error)) from error
+
+
 class Tensors:
     """The safetensors files of a folder, opened and checked; no tensor is read yet."""
 
@@ -56,8 +69,8 @@ class Tensors:
         faults: list[str] = []
         for file, promised in self._files().items():
             try:
-                opened = safe_open(self.folder / file, "np")
-            except (OSError, SafetensorError) as error:
+                opened = open_tensors(self.folder / file)
+            except Malformed as error:
                 faults.append(f"{self.folder / file}: {error}; copy it again")
                 continue
             names = set(opened.keys())
@@ -76,12 +89,12 @@ class Tensors:
             why = "pickled weights, which are never read;" if pickled else f"no {SINGLE} or {INDEX};"
             raise ConfigError(f"{self.folder}: {why} save it by save_pretrained of transformers")
         try:
-            names = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            names = of_kind(read_json(self.folder / INDEX, dict).get("weight_map"), dict, "weight_map")
             files: dict[str, set[str]] = {}
             for name, file in names.items():
-                files.setdefault(file, set()).add(name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.folder / INDEX} cannot be read: {error!r}") from error
+                files.setdefault(of_kind(file, str, f"weight_map: the file of {name}"), set()).add(name)
+        except (FileNotFoundError, Malformed) as error:
+            raise ConfigError(f"{self.folder / INDEX} cannot be read: {error}") from error
         if away := [file for file in files if Path(file).name != file]:
             raise ConfigError(f"{self.folder / INDEX} names files outside the folder: {', '.join(away)}")
         return files

@@ -25,6 +25,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import LAYER, Family, Shapes
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
+from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
 _SMALL_FILES = (
@@ -161,13 +162,29 @@ def _by_number(name: str) -> list:
 
 
 def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
-    """Copies a tokenizer.json of ours so that transformers can load it; returns fields for config.json."""
+    """Copies a tokenizer.json of ours so that transformers can load it; returns fields for config.json.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    special = _special_tokens(file)
     shutil.copyfile(file, target / file.name)
-    special = [t for t in json.loads(file.read_text(encoding="utf-8"))["added_tokens"] if t["special"]]
     end = special[0] if len(special) == 1 else {}
     fields = {"eos_token": end["content"]} if end else {}
     _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | fields)
     return {"eos_token_id": end["id"]} if end else {}
+
+
+def _special_tokens(file: Path) -> list[dict[str, Any]]:
+    try:
+        added = of_kind(read_json(file, dict).get("added_tokens", []), list, "added_tokens")
+        special = [token for token in added if of_kind(token, dict, "an added token").get("special")]
+        for token in special:
+            of_kind(token.get("id"), int, "an id")
+            of_kind(token.get("content"), str, "a content")
+        return special
+    except (FileNotFoundError, Malformed) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
+from jaxdist.interop.hf_reader import open_tensors
 from jaxdist.models.lora import LoraConfig
+from jaxdist.storage.untrusted import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHOWN = 12
+_ALPHA = 8  # PEFT's default
 # Fields of adapter_config.json that change what an adapter does, with the values that ours have.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "lora_bias": (False,), "use_dora": (False,),
@@ -102,16 +105,16 @@ def read(folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes)
     """
     folder = Path(folder).expanduser()
     try:
-        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        with safe_open(folder / WEIGHTS, "np") as file:
+        fields = read_json(folder / CONFIG, dict)
+        with open_tensors(folder / WEIGHTS) as file:
             tensors = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(f"lora.from_peft={folder}: no adapter that PEFT wrote: {error}") from error
     faults = [
         f"{name}={fields[name]!r} is not supported; required {legal[0]!r}"
         for name, legal in _REQUIRED.items()
         if fields.get(name, legal[0]) not in legal
-    ]
+    ] + _scale_faults(fields)
     adapters = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
     for name in () if faults else tensors:
         faults += _take(adapters, name, tensors, family, fields, config)
@@ -121,6 +124,28 @@ def read(folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes)
     return adapters
 
 
+def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with the fields that say how strong an adapter is."""
+    alphas = {"lora_alpha": fields.get("lora_alpha", _ALPHA)}
+    patterns = fields.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        return [f"alpha_pattern={patterns!r:.40}: a mapping is required"]
+    faults = [f"alpha_pattern has {key!r:.40}, no plain name" for key in patterns if not _is_plain(key)]
+    return faults + [
+        f"{name}={alpha!r:.40}: a number is required"
+        for name, alpha in (alphas | patterns).items()
+        if type(alpha) not in (int, float) or not math.isfinite(alpha)
+    ]
+
+
+def _is_plain(pattern: str) -> bool:
+    """Returns whether a regex of others is one that ends soon: it repeats nothing."""
+    try:
+        return bool(re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern) and re.compile(f"({pattern})"))
+    except re.error:
+        return False
+
+
 def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     """Fills in what one A of theirs, with its B, gives of ours; yields what is wrong with it."""
     module, is_a, _ = name.partition(".lora_A.weight")
@@ -128,7 +153,7 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
         if not name.endswith(".lora_B.weight"):
             yield f"the tensor {name} is not understood"
         return
-    layer, canonical = re.search(r"\.(\d+)\.", module), family.canonical(f"{module}.weight")
+    layer, canonical = re.search(r"\.(\d{1,9})\.", module), family.canonical(f"{module}.weight")
     number = int(layer[1]) if layer else 0
     stored = next((s for s in family.tensors if "{}" in s.name and s.name.format(number) == canonical), None)
     if stored is None:
@@ -137,9 +162,13 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     if untargeted := [part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters]:
         yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
         return
-    rank = tensors[name].shape[0]
+    a, b = tensors[name], tensors.get(f"{module}.lora_B.weight")
+    if b is None or (misfit := _misfit(stored, adapters, number, a, b)):
+        yield f"{module} {'has no lora_B' if b is None else misfit}"
+        return
+    rank = a.shape[0]
     scale, expected = _scale(fields, module, rank), config.alpha / config.rank
-    pieces = _split(stored, adapters, tensors[name], tensors[f"{module}.lora_B.weight"], config.rank)
+    pieces = _split(stored, adapters, a, b, config.rank)
     if pieces is None:
         yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
     elif not math.isclose(scale, expected, rel_tol=1e-6):
@@ -152,11 +181,22 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
             adapters[path][number] = value
 
 
+def _misfit(stored: Stored, ours, number: int, a: np.ndarray, b: np.ndarray) -> str:
+    """Returns why A and B of a layer of theirs are none of ours, whatever their rank; "" if they are."""
+    if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
+        return f"has lora_A {a.shape} and lora_B {b.shape}; required [rank, in] and [out, rank]"
+    dims = [(ours[f"{part.path}/lora_a"].shape, ours[f"{part.path}/lora_b"].shape) for part in stored.parts]
+    sizes = math.prod(dims[0][0][1:-1]), sum(math.prod(of_b[2:]) for _, of_b in dims)
+    if number >= dims[0][0][0] or sizes != (a.shape[1], b.shape[0]):
+        return f"maps {a.shape[1]} values to {b.shape[0]}; {dims[0][0][0]} layers of {sizes} are required"
+    return ""
+
+
 def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns the factor of A B in a module of theirs."""
     patterns = fields.get("alpha_pattern") or {}
     matching = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module))
-    alpha = next(matching, fields.get("lora_alpha", 8))
+    alpha = next(matching, fields.get("lora_alpha", _ALPHA))
     return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from jaxdist.config import ConfigError, extras, schema
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.targets import Target
+from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
@@ -141,7 +142,7 @@ def _cache(options: CompileOptions) -> Path | None:
 def read_entry(path: Path) -> dict[str, Any] | None:
     """Returns a kept result; None where it is absent or damaged."""
     try:
-        return json.loads(gzip.decompress(path.read_bytes()))
+        return untrusted.parse_json(gzip.decompress(untrusted.read_bytes(path)), dict)
     except (OSError, EOFError, ValueError, zlib.error):
         return None
 

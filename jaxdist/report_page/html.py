@@ -48,7 +48,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
         f"{_each(runs, 'Generated sample', lambda run: _text(run.sample))}"
     )
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="generator" content="{GENERATOR}">'
@@ -58,6 +58,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         "in nats per weighted target. MFU counts no recomputation.</footer></main>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
+    return page.encode(errors="replace").decode()  # JSON and names of files may hold what is no character
 
 
 # --- head and figures -----------------------------------------------------------------------------
@@ -74,9 +75,10 @@ def _headline(run: RunSummary, key: str) -> str:
     outcome, tone = state(run)
     facts = filter(None, (run.info.get("device_kind"), mesh_text(run)))
     badges = "".join(f'<span class="badge">{escape(fact)}</span>' for fact in facts)
+    faults = "".join(f'<p class="soft">{escape(fault)}</p>' for fault in run.unreadable)
     return (
         f'<div class="run">{key}<code>{escape(str(run.folder))}</code>'
-        f'<span class="badge {tone}">{escape(outcome)}</span>{badges}</div>'
+        f'<span class="badge {tone}">{escape(outcome)}</span>{badges}</div>{faults}'
     )
 
 
@@ -200,7 +202,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
 
 
 def _sharding(run: RunSummary) -> str:
-    rows = run.info.get("sharding", [])
+    rows = [row for row in run.info.get("sharding", []) if isinstance(row, dict)]
     head = list(dict.fromkeys(key for row in rows for key in row))
     return _table(head, [[_brief(row.get(key, "")) for key in head] for row in rows])
 

@@ -1,6 +1,5 @@
 """A summary of the run in a workdir: its state and its key figures."""
 
-import json
 import math
 import operator
 import os
@@ -8,12 +7,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxdist.config import ConfigError, schema
+from jaxdist.storage import untrusted
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
+_Kind = TypeVar("_Kind", dict, list)
+_MOST = 1e250  # and a factor of units remains a finite number
 ALERTS = ("preempted", "peer_lost", "hang", "bad_checkpoint", "nonfinite")
 
 
@@ -30,6 +32,7 @@ class RunSummary:
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
     plan: str  # plan.txt
+    unreadable: Sequence[str]  # what of its files could not be read, a line each
 
     def column(self, field: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the rows that have the field as a number (NaN included)."""
@@ -53,26 +56,84 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
             f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train or plan"
         )
 
-    def text_of(file: str) -> str:
-        path = folder / file
-        return path.read_text(errors="replace") if path.exists() else ""
-
+    files = _Files(folder)
+    rows, (events, unreadable) = metrics.read_rows(folder), metrics.scan_events(folder)
+    files.lines(metrics.METRICS_FILE, rows.unreadable)
+    files.lines(metrics.EVENTS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
         folder=folder,
-        config=schema.flatten(_read_json(folder / "config.json", {})),
-        info=_read_json(folder / "run.json", {}),
-        rows=metrics.read_rows(folder),
-        events=metrics.read_events(folder),
-        sample=text_of("sample.txt"),
-        ops=_read_json(folder / "profile" / "top_ops.json", []),
-        plan=text_of("plan.txt"),
+        config=schema.flatten(files.json("config.json", dict)),
+        info=files.fields("run.json", _INFO),
+        rows=rows,
+        events=events,
+        sample=files.text("sample.txt"),
+        ops=files.rows("profile/top_ops.json", _OP),
+        plan=files.text("plan.txt"),
+        unreadable=files.faults,
     )
 
 
+# Fields that the page reads, with their kinds; of others it shows whatever they hold.
+_INFO: Mapping[str, Any] = {"mesh": dict, "sharding": list, "device_kind": str, "timeline_svg": str}
+_OP: Mapping[str, Any] = {"op": str, "share": int | float, "seconds": int | float, "count": int}
+
+
+class _Files:
+    """The small files of a workdir; what of them cannot be read is noted and left out."""
+
+    def __init__(self, folder: Path):
+        self._folder, self.faults = folder, list[str]()
+
+    def lines(self, file: str, unreadable: int) -> None:
+        """Notes lines that its reader has left out."""
+        if unreadable:
+            self.faults.append(f"{file}: {unreadable} line{'s' * (unreadable > 1)} could not be read")
+
+    def text(self, file: str) -> str:
+        """Returns the file's text, "" where it is absent."""
+        return (self._bytes(file) or b"").decode(errors="replace")
+
+    def json(self, file: str, kind: type[_Kind]) -> _Kind:
+        """Returns the file's value, an empty one where it is absent or of another kind."""
+        content = self._bytes(file)
+        try:
+            return kind() if content is None else untrusted.parse_json(content, kind)
+        except untrusted.Malformed as error:
+            self.faults.append(f"{file}: {error}")
+            return kind()
+
+    def _bytes(self, file: str) -> bytes | None:
+        try:
+            return untrusted.read_bytes(self._folder / file)
+        except FileNotFoundError:
+            return None
+        except untrusted.Malformed as error:
+            self.faults.append(f"{file}: {error}")
+            return None
+
+    def fields(self, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the file's object without the fields that are of another kind."""
+        value = self.json(file, dict)
+        wrong = [key for key, kind in kinds.items() if not isinstance(value.get(key, kind()), kind)]
+        self.faults += [f"{file}: {key} is {type(value[key]).__name__}" for key in wrong]
+        return {key: item for key, item in value.items() if key not in wrong}
+
+    def rows(self, file: str, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the objects of the file's list that have these fields."""
+        value = self.json(file, list)
+        rows = [row for row in value if isinstance(row, dict)]
+        rows = [row for row in rows if all(isinstance(row.get(key), kind) for key, kind in kinds.items())]
+        if len(rows) < len(value):
+            self.faults.append(f"{file}: {len(value) - len(rows)} of {len(value)} rows could not be read")
+        return rows
+
+
 def number(value: object) -> float | None:
-    """Returns the value as a float, None if it is no number."""
-    return float(value) if isinstance(value, int | float) else None
+    """Returns the value as a float, infinite where no chart could show it; None if it is no number."""
+    if not isinstance(value, int | float):
+        return None
+    return math.copysign(math.inf, value) if abs(value) > _MOST else float(value)
 
 
 def state(run: RunSummary) -> tuple[str, str]:
@@ -119,12 +180,3 @@ def figures(run: RunSummary) -> dict[str, str]:
         "time since start": duration_text(times[-1] - times[0]) if times else "",
     }
     return {name: text for name, text in texts.items() if text}
-
-
-def _read_json(path: Path, empty: Any) -> Any:
-    """Returns the JSON of a file if it has the type of `empty`, else `empty` (absent, torn)."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return empty
-    return value if isinstance(value, type(empty)) else empty

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from jaxdist.parallel.axes import AXES, BATCH_AXES, KEPT_AXES, REST_AXIS, divisors
 from jaxdist.telemetry.metrics import read_events
 
+_LARGEST = 1 << 24  # size of an axis or a batch; more would keep `divisors` busy
 FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"  # set by launch --min-processes; 0: as at the first start
 
 Run = TypeVar("Run", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
@@ -71,18 +72,24 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
     """Returns `fit` for a run's config as nested mappings (config.json); None also if it is no config."""
     try:
         mesh, batch = config["mesh"], config["batch"]
-        axes = {axis: mesh[axis] for axis in AXES}
+        axes = {axis: _size(mesh[axis]) for axis in AXES}
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {axis: full_devices // known if size == -1 else size for axis, size in axes.items()}
         return fit(
-            ElasticLayout(axes, batch["accumulation"]),
+            ElasticLayout(axes, _size(batch["accumulation"])),
             devices=devices,
-            global_size=batch["global_size"],
-            microbatches=config["pipeline"]["microbatches"],
-            dcn=mesh["dcn"],
+            global_size=_size(batch["global_size"]),
+            microbatches=_size(config["pipeline"]["microbatches"]),
+            dcn={axis: _size(size) for axis, size in dict(mesh["dcn"]).items()},
         )
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not -1 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.40} is no size")
+    return value
 
 
 def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:

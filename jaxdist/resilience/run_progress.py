@@ -1,13 +1,13 @@
 """The workdir of a run, as its supervisor sees it: where it is, how far it has come. No jax."""
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.storage.untrusted import Malformed, open_regular, read_json
 from jaxdist.telemetry.metrics import METRICS_FILE, MetricsWriter
 
 
@@ -41,9 +41,9 @@ class ProgressReader:
         if self.folder is None:
             return 0
         steps = [self._newest]
-        with contextlib.suppress(OSError), open(self.folder / METRICS_FILE, "rb") as file:
+        with contextlib.suppress(OSError, Malformed), open_regular(self.folder / METRICS_FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
-            steps += map(int, re.findall(rb'^{"step": (\d+)', file.read(), re.M))
+            steps += map(int, re.findall(rb'^{"step": (\d{1,18})[,}]', file.read(), re.M))
         with contextlib.suppress(OSError):
             names = [path.name for path in (self.folder / "checkpoints").iterdir()]
             steps += [int(name) for name in names if name.isdecimal()]
@@ -58,12 +58,14 @@ class ProgressReader:
 
     def devices_per_process(self) -> int | None:
         """Returns what the last start had, or None."""
-        run = self.read_json("run.json")
-        return None if run is None else run["num_devices"] // run["num_processes"]
+        run = self.read_json("run.json") or {}
+        devices, processes = run.get("num_devices"), run.get("num_processes")
+        if isinstance(devices, int) and isinstance(processes, int) and 0 < processes <= devices:
+            return devices // processes
+        return None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Returns a file of the workdir, or None if it cannot be read."""
-        try:
-            return json.loads((self.folder / name).read_text()) if self.folder is not None else None
-        except (OSError, ValueError):
-            return None
+        """Returns the object in a file of the workdir, or None if there is none that can be read."""
+        with contextlib.suppress(FileNotFoundError, Malformed):
+            return read_json(self.folder / name, dict) if self.folder is not None else None
+        return None

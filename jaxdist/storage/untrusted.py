@@ -6,8 +6,9 @@ is used, `OverflowError`. Here each is a `Malformed`.
 """
 
 import json
+import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 MAX_BYTES = 64 << 20  # of a document; the manifest of 100,000 files has 15 MB
 MAX_DEPTH = 64  # containers in containers; documents of ours and of the ecosystem have fewer than ten
@@ -68,15 +69,50 @@ def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
     return value
 
 
+def named(error: Exception) -> str:
+    """Returns the text of an error, with its type where the text alone says little."""
+    return str(error) if isinstance(error, Malformed) else repr(error)
+
+
 def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Kind:
     """Returns the value of a JSON file, here or in an object store.
 
     Raises:
-      Malformed: as `parse_json`; the message does not name the file.
-      OSError: it cannot be read.
+      Malformed: as `parse_json` and `read_bytes`; the message does not name the file.
+      FileNotFoundError: there is none.
     """
-    with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise Malformed(f"more than {max_bytes:,} bytes")
-    return parse_json(content, kind)
+    return parse_json(read_bytes(path, max_bytes=max_bytes), kind)
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the bytes of a file, here or in an object store.
+
+    Raises:
+      Malformed: it is larger, no regular file, or cannot be read.
+      FileNotFoundError: there is none.
+    """
+    try:
+        with open_regular(path) as file:
+            if file.seek(0, os.SEEK_END) > max_bytes:
+                raise Malformed(f"more than {max_bytes:,} bytes")
+            file.seek(0)
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Malformed(f"cannot be read: {error.strerror or error}") from error
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Returns a file, opened to read.
+
+    Raises:
+      Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an impossible name.
+      OSError: it is not there or cannot be opened.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise Malformed("no regular file")
+        return path.open("rb")
+    except ValueError as error:  # a name that no file can have
+        raise Malformed(str(error)) from None

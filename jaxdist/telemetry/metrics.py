@@ -11,19 +11,24 @@ what is no JSON object. On a full disk lines are kept in memory and written once
 training goes on.
 """
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 _MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
+_MAX_FILE_BYTES = 1 << 32  # of a file that is read: ten million rows
+_END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -99,25 +104,42 @@ class MetricRows:
 
     train: list[Row]
     evaluation: list[Row]  # rows with `eval_loss`
+    unreadable: int = 0  # lines that are no such row
 
 
 def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there is none.
 
-    Lines that hold no JSON object with an integer `step` are skipped (a torn line). After a resume
-    steps repeat: the last row of a step wins, separately for training and evaluation rows.
+    Lines that hold no JSON object with an integer `step` are skipped (a torn line) and counted. After a
+    resume steps repeat: the last row of a step wins, separately for training and evaluation rows.
     """
     train: dict[int, Row] = {}
     evaluation: dict[int, Row] = {}
-    for row in _read_objects(Path(path), METRICS_FILE):
-        if isinstance(step := row.get("step"), int):
-            (evaluation if "eval_loss" in row else train)[step] = row
-    return MetricRows([train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)])
+    rows, unreadable = _read_lines(Path(path), METRICS_FILE, lambda row: _is_step(row.get("step")))
+    for row in rows:
+        (evaluation if "eval_loss" in row else train)[row["step"]] = row
+    parts = [train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)]
+    return MetricRows(*parts, unreadable)
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
     """Returns the events of an events.jsonl (or of the one in a workdir), in file order."""
-    return [row for row in _read_objects(Path(path), EVENTS_FILE) if "event" in row]
+    return scan_events(path)[0]
+
+
+def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
+    """Returns `read_events` and how many lines are no event with `time`, `event` and `step`."""
+    return _read_lines(Path(path), EVENTS_FILE, _is_event)
+
+
+def _is_event(row: Row) -> bool:
+    time_s, step = row.get("time"), row.get("step", "")
+    known = isinstance(time_s, int | float) and 0 <= time_s < _END_OF_TIME_S
+    return known and isinstance(row.get("event"), str) and (step is None or _is_step(step))
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53  # whole numbers of a float, as charts have them
 
 
 @dataclass(frozen=True)
@@ -178,12 +200,19 @@ def _open_append(path: Path) -> int:
     return descriptor
 
 
-def _read_objects(path: Path, name: str) -> Iterator[Row]:
+def _read_lines(path: Path, name: str, is_row: Callable[[Row], bool]) -> tuple[list[Row], int]:
+    """Returns the objects of a file's lines that are such rows, and the number of other lines."""
     path = path / name if path.is_dir() else path
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn line, also undecodable bytes
-            continue
-        if isinstance(row, dict):
-            yield {k: _NONFINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+    rows: list[Row] = []
+    try:
+        lines = [x for x in untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES).splitlines() if x.strip()]
+    except FileNotFoundError:
+        return [], 0
+    except untrusted.Malformed:
+        return [], 1
+    for line in lines:
+        with contextlib.suppress(untrusted.Malformed):  # a torn line, also undecodable bytes
+            row = untrusted.parse_json(line, dict)
+            row = {k: _NONFINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+            rows += [row] if is_row(row) else []
+    return rows, len(lines) - len(rows)

@@ -44,8 +44,11 @@ def write_final_outputs(
         except ConfigError as error:  # the run is done and saved: no sample is no failure
             display.note(f"no sample: {error}")
     if jax.process_index() == 0:
-        if text:
-            workdir.write_text(folder / workdir.SAMPLE, text)
-        page = html.render([summary.read_run(folder)])
-        workdir.write_text(folder / workdir.REPORT, page)
-        display.note(f"report: {folder / workdir.REPORT}")
+        try:
+            if text:
+                workdir.write_text(folder / workdir.SAMPLE, text)
+            page = html.render([summary.read_run(folder)])
+            workdir.write_text(folder / workdir.REPORT, page)
+            display.note(f"report: {folder / workdir.REPORT}")
+        except Exception as error:  # the run is done and saved: no report is no failure
+            display.note(f"no report: {error}")

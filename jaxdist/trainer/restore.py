@@ -1,6 +1,5 @@
 """Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +23,12 @@ from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.run_config import Build, RunConfig
 
+_MAX_BATCHES = 2**62
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
 
 
@@ -149,11 +150,19 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
     """
     file = folder / SKIPPED_FILE
     try:
-        return [[int(first), int(last)] for first, last in json.loads(file.read_text())["windows"]]
+        windows = of_kind(read_json(file, dict).get("windows"), list, "windows")
     except FileNotFoundError:
         return metadata.get(SKIPPED, [])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{file} is damaged ({error!r}); put it back") from error
+    except Malformed as error:
+        raise ConfigError(f"{file} is damaged ({error}); put it back") from error
+    if wrong := [window for window in windows if not _is_window(window)]:
+        raise ConfigError(f"{file} is damaged: {wrong[0]!r:.40} is no [first, end] of batches; put it back")
+    return windows
+
+
+def _is_window(value: Any) -> bool:
+    whole = isinstance(value, list) and [type(n) for n in value] == [int, int]
+    return whole and 0 <= value[0] <= value[1] < _MAX_BATCHES
 
 
 def roll_back(

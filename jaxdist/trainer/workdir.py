@@ -24,7 +24,7 @@ from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import atomic, lock
+from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
@@ -137,12 +137,10 @@ def read_config(folder: Path) -> RunConfig:
       ConfigError: the folder holds no run, or what is no config.
     """
     try:
-        stored = _tupled(json.loads((folder / CONFIG).read_text()))
-        if not isinstance(stored, dict):
-            raise ValueError(f"it holds {type(stored).__name__}")
+        stored = _tupled(untrusted.read_json(folder / CONFIG, dict))
     except FileNotFoundError:
         raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
-    except ValueError as error:  # no text, no JSON
+    except untrusted.Malformed as error:
         raise ConfigError(
             f"{folder / CONFIG} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error

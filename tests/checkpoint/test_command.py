@@ -43,6 +43,20 @@ def called(capsys):
     return call
 
 
+def test_files_of_another_shape_are_said_to_be(workdir, called, capsys):
+    folders.quarantine(workdir / "checkpoints", 2, "it was damaged")
+    (workdir / "quarantine" / "2.json").write_text("[" * 100_000)
+    (workdir / "checkpoints" / "1" / "manifest.json").write_text("[" * 100_000)
+    code, found = called("list", workdir)
+    assert code == 0 and "nested deeper than" in found["steps"][0]["fault"]
+    assert found["quarantine"][0]["step"] == "2" and "nested deeper" in found["quarantine"][0]["reason"]
+    assert called("list", workdir, text=True)[0] == 0
+    for text in ("[]", '{"checkpoint": 3}', '{"checkpoint": {"folder": []}}', "{" * 100_000):
+        (workdir / "config.json").write_text(text)
+        assert command.main(["list", str(workdir)]) == 78
+        assert "config.json is damaged" in capsys.readouterr().err
+
+
 def test_list_says_what_is_there_and_what_is_in_quarantine(workdir, called):
     folders.quarantine(workdir / "checkpoints", 2, "it was damaged")
     (workdir / "checkpoints" / "7").mkdir()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import state_dict
+from jaxdist.checkpoint import manifest, state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -341,7 +341,18 @@ DAMAGE = {
     "no data files": lambda step: shutil.rmtree(step / "state" / "d"),
     "manifest truncated": lambda step: _truncate(step / "state" / "manifest.ocdbt"),
     "tree truncated": lambda step: _truncate(step / "state" / "_METADATA"),
+    "no array, sealed again": lambda step: _leave_out_and_seal(step, "embed"),
 }
+
+
+def _leave_out_and_seal(step: Path, name: str) -> None:
+    """Takes an array out of Orbax's tree, and writes the manifest that goes with it."""
+    file, sealed = step / "state" / "_METADATA", manifest.read_manifest(step)
+    document = json.loads(file.read_text())
+    left = {key: value for key, value in document["tree_metadata"].items() if f"'{name}'" not in key}
+    assert 0 < len(left) < len(document["tree_metadata"])
+    file.write_text(json.dumps(document | {"tree_metadata": left}))
+    manifest.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -335,6 +335,9 @@ REFUSED = {
     "own code": ({"model_type": "mine", "auto_map": {}}, "auto_map={}: code of the folder, never run"),
     "unknown": ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0: this field"),
     "look-alike": ({"model_type": "helium"}, "model_type='helium': it rotates pairs"),
+    "type of types": ({"model_type": ["llama"]}, "model_type=['llama']: a name is required"),
+    "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0: a whole number > 0 is required"),
+    "no head": ({"head_dim": 0}, "head_dim=0: a whole number > 0 is required"),
     "not legal here": ({"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
 }
 
@@ -451,8 +454,18 @@ def test_damaged_folders_are_refused(folder, shapes):
     index["weight_map"]["lm_head.weight"] = "../other.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
     refused(folder, shapes, "names files outside the folder")
-    (folder / INDEX).write_text("{")
-    refused(folder, shapes, "cannot be read")
+    for text, said in {
+        "{": "cannot be read",
+        "[" * 100_000: "nested deeper than",
+        "{}": "weight_map is NoneType; required: dict",
+        '{"weight_map": {"lm_head.weight": 1}}': "the file of lm_head.weight is int; required: str",
+        '{"weight_map": {"lm_head.weight": "\\u0000"}}': "embedded null byte",
+        '{"weight_map": {"lm_head.weight": ""}}': "no regular file",
+    }.items():
+        (folder / INDEX).write_text(text)
+        refused(folder, shapes, said)
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    refused(folder, shapes, "config.json cannot be read: nested deeper than")
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed(folder, shapes):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 from scipy.stats import norm
 
 from jaxdist import convert, interop, train
@@ -499,6 +500,9 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
         ({}, {"rank": 8, "alpha": 16.0}, "has rank 4, lora.rank is 8; set lora.rank=4"),
         ({}, {"alpha": 4.0}, "set lora.alpha=8"),
         ({"use_rslora": True}, {}, "set lora.alpha=16"),
+        ({"lora_alpha": "8"}, {}, "lora_alpha='8': a number is required"),
+        ({"alpha_pattern": 3}, {}, "alpha_pattern=3: a mapping is required"),
+        ({"alpha_pattern": {"(a*)*b": 2.0}}, {}, "alpha_pattern has '(a*)*b', no plain name"),
         ({}, {"targets": ("query",)}, "blocks/attention/value is no target; name it in lora.targets"),
     ],
 )
@@ -514,3 +518,25 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     (folder / peft.WEIGHTS).write_bytes(b"")
     with pytest.raises(ConfigError, match="no adapter that PEFT wrote"):
         peft.read(folder, interop.FAMILIES["llama"], config, shapes)
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("lora_B", None, "has no lora_B"),
+        ("lora_B", np.zeros((16, 3), np.float32), "required [rank, in] and [out, rank]"),
+        ("lora_A", np.zeros(4, np.float32), "has lora_A (4,)"),
+        ("lora_A", np.zeros((4, 5), np.float32), "maps 5 values to 16; 3 layers of (16, 16) are required"),
+        ("lora_B", np.zeros((5, 4), np.float32), "maps 16 values to 5"),
+    ],
+)
+def test_an_adapters_tensors_that_fit_no_kernel_are_named(name, value, said, tmp_path):
+    folder = shutil.copytree(PEFT / "llama", tmp_path / "adapter")
+    tensors = load_all(folder)
+    key = f"base_model.model.model.layers.1.self_attn.q_proj.{name}.weight"
+    del tensors[key]
+    save_file(tensors if value is None else tensors | {key: value}, folder / peft.WEIGHTS)
+    shapes = shapes_of(describe(lora.adapted(loaded(FOLDERS / "llama")[0].build, FOREIGN["llama"])).trainable)
+    with pytest.raises(ConfigError, match="model.layers.1.self_attn.q_proj") as raised:
+        peft.read(folder, interop.FAMILIES["llama"], FOREIGN["llama"], shapes)
+    assert said in str(raised.value)

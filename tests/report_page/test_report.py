@@ -231,3 +231,37 @@ def test_reading_a_run_tolerates_torn_files(tmp_path):
     run = summary.read_run(workdir)
     assert len(run.rows.train) == 60 and run.config == {}
     assert Page(html.render([run])).count("h1") == 1
+
+
+def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    (workdir / "metrics.jsonl").open("a").write('[]\n{"step": null}\n{"loss": 1e999, "step": 61}\n')
+    (workdir / "events.jsonl").open("a").write('{"event": "save"}\n')
+    info = {"mesh": 3, "device_kind": "\ud800", "sharding": [1, {"name": []}], "timeline_svg": {}}
+    (workdir / "run.json").write_text(json.dumps(info))
+    (workdir / "config.json").write_text("[" * 100_000)
+    (workdir / "profile").mkdir()
+    rows = [None, {"op": "dot"}, {"op": "dot", "share": 0.5, "seconds": 1, "count": 2}]
+    (workdir / "profile" / "top_ops.json").write_text(json.dumps(rows))
+    (workdir / "plan.txt").mkdir()
+    run = summary.read_run(workdir)
+    assert list(run.unreadable) == [
+        "metrics.jsonl: 2 lines could not be read",
+        "events.jsonl: 1 line could not be read",
+        "config.json: nested deeper than 64 levels",
+        "run.json: mesh is int",
+        "run.json: timeline_svg is dict",
+        "profile/top_ops.json: 2 of 3 rows could not be read",
+        "plan.txt: no regular file",
+    ]
+    assert len(run.rows.train) == 61 and len(run.events) == 3 and len(run.ops) == 1
+    page = html.render([run])
+    assert page.encode() and all(fault in page for fault in run.unreadable)
+    assert Page(page).count("h1") == 1
+
+
+@pytest.mark.parametrize("value", [-5.0, 0.0, 1e308, -1e308, 10**39, math.nan])
+def test_a_chart_of_any_number_is_drawn(tmp_path, value):
+    row = {"step": 1, "loss": value, "tokens_per_s": value, "step_time_s": value}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    assert Page(html.render([summary.read_run(tmp_path)])).count("svg") >= 1

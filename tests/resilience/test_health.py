@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, straggler
@@ -328,3 +329,14 @@ def test_a_slow_device_is_named():
     )
     assert preflight.matmul_rate(jax.devices()[0], 64, jnp.dtype("float32")) > 0
     assert preflight.all_reduce_rate(1 << 12) > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "[" * 100_000, '{"windows": 3}', '{"windows": [[1]]}', '{"windows": [[3, 1]]}']
+    + [f'{{"windows": [[0, {end}]]}}' for end in ("-1", "1.5", '"2"', "1e999", "true", str(2**63))],
+)
+def test_windows_of_another_shape_are_refused(tmp_path, text):
+    (tmp_path / "skipped.json").write_text(text)
+    with pytest.raises(ConfigError, match="skipped.json is damaged"):
+        restore.skipped_windows(tmp_path, {})

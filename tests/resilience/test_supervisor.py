@@ -456,6 +456,20 @@ def test_progress_reads_the_newest_step(tmp_path):
     assert progress.newest() == 12
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "[" * 100_000, '{"num_devices": "8"}', '{"num_devices": 8, "num_processes": 0}']
+)
+def test_files_of_another_shape_say_nothing_of_progress(tmp_path, text):
+    for name in ("run.json", "config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text(text)
+    progress = ProgressReader(tmp_path)
+    assert progress.newest() == 0 and progress.devices_per_process() is None
+    config = progress.read_json("config.json")
+    assert config is None or elastic.fit_config(config, devices=2, full_devices=4) is None
+    (tmp_path / "run.json").write_text('{"num_devices": 8, "num_processes": 2}')
+    assert progress.devices_per_process() == 4
+
+
 def test_the_workdir_of_a_command():
     assert run_folder(["python", "-m", "jaxdist.train", "--workdir", "a/b"]) == Path("a/b")
     assert run_folder(["train", "--config=x.py:n=2", "--workdir=c"]) == Path("c")

@@ -129,6 +129,10 @@ DAMAGE = {
     "a planted file": (lambda step: (step / "state" / "d" / "x").write_text("?"), "x is not part of it"),
     "a linked file": (lambda step: link(a_data_file(step)), "has -1 bytes"),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+    "a manifest nested deep": (
+        lambda step: (step / "manifest.json").write_text("[" * 100_000),
+        "nested deeper than",
+    ),
     "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "manifest.json is missing"),
     "no state": (lambda step: shutil.rmtree(step / "state"), "is missing; "),
     "no metadata": (lambda step: shutil.rmtree(step / "metadata"), "metadata/metadata is missing"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -98,6 +99,35 @@ def test_events_carry_the_clock(tmp_path):
         {"time": 12.5, "event": "save", "step": 3, "seconds": 0.5, "path": "checkpoints/3"},
         {"time": 12.5, "event": "start", "step": None},
     ]
+
+
+OTHER_LINES = ["[]", "1", "null", "{", "[" * 100_000, '{"step": "3"}', '{"step": -1}', '{"step": true}', "{}"]
+
+
+def test_rows_of_another_shape_are_left_out_and_counted(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*OTHER_LINES, '{"step": 3, "loss": 1.5}', "", "x"]))
+    assert metrics.read_rows(tmp_path) == metrics.MetricRows(
+        [{"step": 3, "loss": 1.5}], [], len(OTHER_LINES) + 1
+    )
+    event = {"time": 5, "event": "save", "step": None}
+    wrong = [{**event, **change} for change in ({"time": None}, {"time": 1e20}, {"event": 1}, {"step": 0.5})]
+    wrong += [{key: value for key, value in event.items() if key != lost} for lost in event]
+    lines = [
+        *OTHER_LINES,
+        json.dumps(event),
+        *map(json.dumps, wrong),
+        '{"time": "NaN", "event": "", "step": 1}',
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    assert metrics.scan_events(tmp_path) == ([event], len(lines) - 1)
+    assert metrics.read_events(tmp_path) == [event]
+
+
+def test_what_is_no_file_has_no_rows(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert metrics.read_rows(tmp_path) == metrics.MetricRows([], [], 1)
+    assert metrics.scan_events(tmp_path) == ([], 1)
 
 
 def test_a_disabled_writer_touches_nothing(tmp_path):

@@ -429,7 +429,8 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
     "text, words",
     [
         ("{", "cannot be read"),
-        ("[]", '"format"'),
+        ("[]", "it is list; required: dict"),
+        ("[" * 100_000, "nested deeper than"),
         ('{"format": "?"}', '"version": 1'),
         ('{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}', "is for 0 stages"),
         ('{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}', "for 1000000000 micro"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.storage.untrusted import Malformed, read_json
 
 FORWARD, BACKWARD = 0, 1
 FORMAT = "jaxdist.schedule"
@@ -165,10 +166,10 @@ def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
 def _read_head(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Returns the file's object once it has these sizes, and its ticks are lists."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_json(path, dict)
+    except (FileNotFoundError, Malformed) as error:
         raise ConfigError(f"{path} cannot be read as a schedule: {error}") from None
-    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, 1):
+    if (data.get("format"), data.get("version")) != (FORMAT, 1):
         raise ConfigError(f'{path}: "format": "{FORMAT}", "version": 1 are required')
     faults = [
         f"{path} is for {data.get(key)!r:.40} {key}, the configuration has {size}"

@@ -1,0 +1,36 @@
+"""The last files of a run that is done: what goes wrong with them is said, and is no failure."""
+
+import json
+
+import pytest
+
+from jaxdist.telemetry.display import Display
+from jaxdist.trainer import final_outputs, run_config
+
+
+@pytest.fixture(name="told")
+def told_fixture(tmp_path, capsys):
+    """Returns a function that writes the last files and gives what was printed."""
+
+    def write() -> str:
+        config = run_config.from_config(run_config.default_config())
+        with Display(total_steps=1) as display:
+            final_outputs.write_final_outputs(config, tmp_path, None, display, None, None)
+        return " ".join(capsys.readouterr().out.split())
+
+    return write
+
+
+def test_files_of_another_shape_leave_a_report(tmp_path, told):
+    (tmp_path / "events.jsonl").write_text('{"event": "save"}\n[]\n')
+    (tmp_path / "metrics.jsonl").write_text("[" * 100_000)
+    (tmp_path / "run.json").write_text(json.dumps({"mesh": [], "sharding": 3}))
+    assert "report:" in told()
+    page = (tmp_path / "report.html").read_text()
+    assert "events.jsonl: 2 lines could not be read" in page and "run.json: mesh is list" in page
+
+
+def test_a_report_that_cannot_be_written_is_said(tmp_path, told):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "report.html").mkdir()
+    assert "no report:" in told()
