@@ -98,7 +98,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, {}, None, None)
     folder = workdir.checkpoints_folder(target, run)
     with CheckpointManager(folder, dataclasses.replace(run.checkpoint, asynchronous=False)) as store:
-        store.save(0, state, {"converted_from": str(flags.source)})
+        store.save(0, state, {"converted_from": str(flags.source), **workdir.stored_config(run)})
         if failed := [saved.error for saved in store.poll() if saved.error]:
             raise failed[0]
     workdir.write_json(target / workdir.CONFIG, schema.to_config_dict(run).to_dict())

@@ -318,8 +318,8 @@ class Trainer:
 
     def _checkpoint_metadata(self, progress: Progress) -> dict[str, Any]:
         fingerprints = {"config": run_fingerprint(self.config), "data": self.dataset.fingerprint}
-        skipped = {restore.SKIPPED: self.dataset.windows}
-        return {"progress": asdict(progress), "fingerprints": fingerprints, **skipped}
+        skipped, stored = {restore.SKIPPED: self.dataset.windows}, workdir.stored_config(self.config)
+        return {"progress": asdict(progress), "fingerprints": fingerprints, **stored, **skipped}
 
     def _samples(self, number: int) -> tuple[int, int]:
         """Returns the first and the last global sample index that a step takes."""

@@ -33,6 +33,7 @@ from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resum
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
+CONFIG_KEY = "config"  # in a checkpoint's metadata: the run's whole config
 
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
@@ -118,6 +119,11 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     if faults:
         raise ConfigError(faults)
     write_json(folder / CONFIG, new.to_dict())
+
+
+def stored_config(run: RunConfig) -> dict[str, Any]:
+    """Returns what a checkpoint's metadata says of its run's config: all of it, as config.json does."""
+    return {CONFIG_KEY: schema.to_config_dict(run).to_dict()}
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:

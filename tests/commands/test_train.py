@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train
+from jaxdist.checkpoint.files import read_step
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
 from jaxdist.trainer import run_config
@@ -226,6 +227,11 @@ def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
     cure = f"the run in {folder} has 384, now 256; put it back, or start a new run"
     assert changes["model.d_ff"].startswith(cure)
     assert (folder / "config.json").read_text() == before
+
+
+def test_a_checkpoint_knows_its_runs_config(finished):
+    stored = read_step(finished[0] / "checkpoints", 2).metadata["config"]
+    assert stored == json.loads((finished[0] / "config.json").read_text())
 
 
 def test_a_run_does_not_begin_anew_because_its_checkpoints_are_looked_for_elsewhere(
