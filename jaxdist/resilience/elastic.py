@@ -55,7 +55,8 @@ def fit(
         if odd or global_size % (parts := _parts(axes, microbatches)):
             continue
         legal = (n for n in divisors(global_size // parts) if global_size // (parts * n) <= most)
-        layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, next(legal))))
+        if accumulation := next(legal, None):  # none of a global size of 0, which is refused elsewhere
+            layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
     return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
 
 
@@ -80,7 +81,7 @@ def fit_config(config: Mapping[str, Any], *, devices: int, full_devices: int) ->
             devices=devices,
             global_size=_size(batch["global_size"]),
             microbatches=_size(config["pipeline"]["microbatches"]),
-            dcn={axis: _size(size) for axis, size in dict(mesh["dcn"]).items()},
+            dcn={axis: _size(size) for axis, size in dict(mesh["dcn"]).items() if axis != "force"},
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None

@@ -167,6 +167,8 @@ def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
         assert resolve_mesh(found.mesh, devices).batch_shards == devices
     assert run_config.run_fingerprint(smaller) == run_config.run_fingerprint(run)
     assert elastic.refit(run, devices=7, full_devices=8) is run  # 24 is no multiple of 7: refused later
+    nothing = elastic_run(**{"batch.global_size": 0})
+    assert elastic.refit(nothing, devices=4, full_devices=8) is nothing  # refused later, too
 
 
 def test_what_an_elastic_run_was_written_for(tmp_path):
