@@ -35,6 +35,7 @@ class ModelSpec:
     model_class: type = nnx.Module
     patterns: tuple[str, ...] = ()  # of the paths of frozen parameters
     staged: bool = False  # the model has embed, a stack of blocks, and head
+    casts_itself: bool = False  # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
     stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
 
     def assemble(
@@ -125,11 +126,6 @@ class ModelSpec:
         return self.assemble(self.trainable, self.model_state, self.frozen)
 
     @property
-    def casts_itself(self) -> bool:
-        """Returns whether the model's ops cast kernels to the compute dtype, as those of `jaxdist.ops` do."""
-        return getattr(self.model_class, "casts_itself", False)
-
-    @property
     def period(self) -> int:
         """Returns the number of blocks after which their kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
@@ -196,6 +192,7 @@ def describe(
         model_class=type(model),
         patterns=tuple(frozen),
         staged=staged,
+        casts_itself=getattr(model, "casts_itself", False),
         **parts._asdict(),
     )
 

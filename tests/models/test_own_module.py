@@ -23,6 +23,7 @@ from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.protocols.model import as_loss
 from jaxdist.protocols.model_spec import describe
+from jaxdist.step.gradients import build_objective
 from jaxdist.step.model_checks import check_model
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.trainer import build, run_config, validation
@@ -207,6 +208,28 @@ def test_state_stays_float32_where_products_are_bfloat16():
     assert {x.dtype.name for x in jax.tree.leaves(state.model_state)} == {"float32"}
     assert 0 < worst(state.model_state["norm"], full.model_state["norm"]) < 0.05
     assert 0 < abs(metrics["loss"] - reference["loss"]) < 0.3
+
+
+@pytest.mark.parametrize("where", ["nowhere", "class", "instance"])
+def test_a_model_says_of_itself_or_of_its_class_that_it_casts(where):
+    seen = []
+
+    class Casting(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones(3))
+            if where == "instance":
+                self.casts_itself = True
+
+        def loss(self, batch, key):
+            seen.append(self.w[...].dtype.name)
+            return self.w[...].sum().astype(jnp.float32)
+
+    if where == "class":
+        Casting.casts_itself = True
+    spec = describe(lambda rngs: Casting(rngs))
+    objective = build_objective(spec, compute="bfloat16", remat="none")
+    jax.eval_shape(objective, spec.trainable, spec.model_state, spec.frozen, BATCH, None)
+    assert seen == ["bfloat16" if where == "nowhere" else "float32"]
 
 
 # --- frozen parts and groups ----------------------------------------------------------------------
