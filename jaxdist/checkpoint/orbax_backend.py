@@ -66,14 +66,11 @@ class OrbaxBackend:
           Exception: whatever Orbax or the disk raised; `path` does not exist then.
         """
         leaves = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in arrays.items()}
-        state, metadata = (
-            ocp.args.PyTreeSave(trees.unflatten_names(leaves)),
-            ocp.args.JsonSave(dict(document)),
-        )
+        state = ocp.args.PyTreeSave(trees.unflatten_names(leaves))
+        items = {STATE_ITEM: state, METADATA_ITEM: ocp.args.JsonSave(dict(document))}
         if self._barrier:
             self._barrier.begin()
         with self._drained_on_error():
-            items = {STATE_ITEM: state, METADATA_ITEM: metadata}
             self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def finish(self) -> None:
