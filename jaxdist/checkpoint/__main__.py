@@ -137,7 +137,7 @@ def _diff(flags: argparse.Namespace) -> Result:
     only = {"only_first": [n for n in a if n not in b], "only_second": [n for n in b if n not in a]}
     equal = not (differ or only["only_first"] or only["only_second"])
     changes = schema.diff(*({"run": dict(info.metadata)} for info in infos))
-    metadata = [f"{c.path}: {c.old!r} and {c.new!r}" for c in changes]
+    metadata = [change.text(" and ") for change in changes]
     return {"equal": equal, "different": differ, **only, "metadata": metadata}, 0 if equal else 1
 
 

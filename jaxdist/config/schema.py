@@ -44,8 +44,12 @@ class Change:
     new: object
 
     def __str__(self) -> str:
-        old, new = ("(absent)" if v is MISSING else repr(v) for v in (self.old, self.new))
-        return f"{self.path}: {old} -> {new}"
+        return self.text(" -> ")
+
+    def text(self, between: str) -> str:
+        """Returns the path, and what was and is there with a word or sign between."""
+        values = ("(absent)" if v is MISSING else repr(v) for v in (self.old, self.new))
+        return f"{self.path}: {between.join(values)}"
 
 
 Schema = dict[str, Field]

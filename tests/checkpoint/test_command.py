@@ -117,9 +117,9 @@ def test_diff_names_the_arrays_that_differ(workdir, called, tmp_path):
     )
     other = other._replace(trainable=other.trainable | {"embed": other.trainable["embed"].at[3, 3].add(1)})
     with CheckpointManager(tmp_path / "other", CheckpointConfig(asynchronous=False)) as store:
-        store.save(1, jax.device_put(other, jax.devices()[0]), {"data": 1})
+        store.save(1, jax.device_put(other, jax.devices()[0]), {"data": 1, "new": 0})
     code, found = called("diff", steps / "1", tmp_path / "other")
-    assert code == 1 and found["metadata"] == []
+    assert code == 1 and found["metadata"] == ["run.new: (absent) and 0"]
     assert found["different"] == {"trainable/norm": "float32[8] and bfloat16[8]", "trainable/embed": "values"}
     assert (found["only_first"], found["only_second"]) == (["frozen/table"], ["model_state/new"])
 
