@@ -1,0 +1,389 @@
+"""Everything of jaxdist that reads a file which another may have written, each fed malformed files.
+
+A program (`python -m`): it copies a sound run, its argument, then takes lines "READER NUMBER SEED" and
+answers each with a line of JSON, after at most 5 seconds and 1 GiB of memory more than it had. A reader that
+takes longer, or breaks the interpreter, ends the program.
+"""
+
+import gzip
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist import interop
+from jaxdist.checkpoint import __main__ as checkpoint_command
+from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.files import CheckpointError, list_steps, read_step
+from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.config import ConfigError, trees
+from jaxdist.data import DataConfig, SourceError, arrays, bpe, open_dataset
+from jaxdist.interop import peft
+from jaxdist.interop.families import FAMILIES
+from jaxdist.models import lora
+from jaxdist.parallel.mesh import build_mesh
+from jaxdist.parallel.pipeline.schedules import table
+from jaxdist.planner.compiler import read_entry
+from jaxdist.protocols.model_spec import describe
+from jaxdist.report_page import html, summary
+from jaxdist.resilience import elastic
+from jaxdist.resilience.health import SKIPPED_FILE, SkippingDataset
+from jaxdist.resilience.run_progress import ProgressReader
+from jaxdist.storage.digest import digest
+from jaxdist.telemetry import metrics
+from jaxdist.trainer import build, pretrained, restore, run_config, validation, workdir
+from support import mutations
+from support.mutations import ARCHIVE, ARRAY, BYTES, JSON, LINES, PACKED, TENSORS, Format
+from support.paths import DATA
+
+LIMIT_S, LIMIT_BYTES = 5, 1 << 30
+WAIT_S = 30  # on a machine with other work
+ERRORS = (ConfigError, CheckpointError, SourceError)
+
+
+class Reader(NamedTuple):
+    """Files of a kind, and what reads them."""
+
+    files: list[Path]
+    format: Format
+    read: Callable[[Path], object]  # of the file that is malformed
+    sealed: Callable[[Path], object] = lambda file: None  # what a forger does after he changed it
+
+
+def readers(run: Path, work: Path) -> dict[str, Reader]:
+    """Returns all readers by name, with sound files in a folder `work`; `run` is a sound run there."""
+    return _of_run(run) | _of_checkpoints(run) | _of_models(work) | _of_data(work / "data")
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def _of_run(run: Path) -> dict[str, Reader]:
+    def report(file: Path) -> object:
+        ProgressReader(run).newest()
+        return [html.render([summary.read_run(run)] * number).encode() for number in (1, 2)]
+
+    def of_config(file: Path) -> object:
+        report(file)
+        if config := ProgressReader(run).read_json("config.json"):
+            elastic.fit_config(config, devices=2, full_devices=4)
+        return workdir.read_config(run)
+
+    def events(file: Path) -> object:
+        return report(file), metrics.read_events(run)
+
+    def skipped(file: Path) -> object:
+        dataset = object.__new__(SkippingDataset)
+        dataset = SkippingDataset(dataset, restore.skipped_windows(run, {}))
+        return [dataset.position(step) for step in (0, 1, 100)]
+
+    (run / SKIPPED_FILE).write_text('{"windows": [[3, 5], [9, 12]]}')
+    (run / "profile").mkdir(exist_ok=True)
+    ops = [{"op": "dot", "share": 0.5, "seconds": 0.25, "count": 3}]
+    (run / "profile" / "top_ops.json").write_text(json.dumps(ops * 2))
+    (run / "plan.txt").write_text("fits: 3 of 4 GiB\n")
+    plan = run / "plan.json.gz"
+    plan.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    return {
+        "config.json": Reader([run / "config.json"], JSON, of_config),
+        "run.json": Reader(
+            [run / "run.json"], JSON, lambda f: (report(f), ProgressReader(run).devices_per_process())
+        ),
+        "events.jsonl": Reader([run / "events.jsonl"], LINES, events),
+        "metrics.jsonl": Reader(
+            [run / "metrics.jsonl"], LINES, lambda f: (report(f), metrics.read_rows(run))
+        ),
+        "skipped.json": Reader([run / SKIPPED_FILE], JSON, skipped),
+        "top_ops.json": Reader([run / "profile" / "top_ops.json"], JSON, report),
+        "texts of a run": Reader([run / "sample.txt", run / "plan.txt"], BYTES, report),
+        "a kept plan": Reader([plan], PACKED, read_entry),
+    }
+
+
+def _of_checkpoints(run: Path) -> dict[str, Reader]:
+    folder = run / "checkpoints"
+    step = list_steps(folder)[-1]
+    sound = manifest.read_manifest(folder / str(step))
+
+    def reseal(file: Path) -> object:
+        return manifest.seal(folder, step, sound.run, sound.fingerprints)
+
+    def forge(file: Path) -> object:
+        try:
+            document = json.loads(file.read_text())
+            document.pop("seal", None)
+            text = json.dumps(document | {"seal": digest(json.dumps(document, sort_keys=True, indent=1))})
+        except (ValueError, AttributeError, RecursionError, TypeError):
+            return None
+        return file.write_text(json.dumps(json.loads(text), sort_keys=True, indent=1))
+
+    def command(*words: str) -> int:
+        code = checkpoint_command.main([*words, str(run)])
+        assert code in (0, 1, 77, 78), code
+        return code
+
+    def check(file: Path) -> object:
+        command("list", "--json"), command("verify"), command("inspect")
+        manifest.identity(folder, create=False)
+        return manifest.check(folder, step), read_step(folder, step)
+
+    restore_state = _restoring(run)
+    aside = run / "quarantine"
+    aside.mkdir(exist_ok=True)
+    (aside / "1.json").write_text('{"step": 1, "reason": "x", "time": 1.5, "from": "there"}')
+    manifest_file, metadata = (
+        folder / str(step) / "manifest.json",
+        folder / str(step) / "metadata" / "metadata",
+    )
+    state = sorted(path for path in (folder / str(step) / "state").rglob("*") if path.is_file())
+    return {
+        "manifest": Reader([manifest_file], JSON, check),
+        "forged manifest": Reader([manifest_file], JSON, check, forge),
+        "metadata": Reader([metadata], JSON, check, reseal),
+        "state": Reader(state, BYTES, restore_state, reseal),
+        "identity": Reader([folder / "identity"], BYTES, check),
+        "quarantine note": Reader(
+            [aside / "1.json"], JSON, lambda file: (command("list"), command("list", "--json"))
+        ),
+    }
+
+
+def _restoring(run: Path) -> Callable[[Path], object]:
+    """Returns what restores a run's newest good checkpoint."""
+    config = workdir.read_config(run)
+    devices = jax.devices()
+    _, rules, spec = validation.validate(config, devices, with_data=False)
+    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
+
+    def read(file: Path) -> object:
+        with CheckpointManager(run / "checkpoints", config.checkpoint, mode="read") as store:
+            restored = store.restore(built.views.abstract)
+            assert int(restored.state.step) in (3, 6), restored.state.step
+            return store.bad_steps
+
+    return read
+
+
+# --- models of others -----------------------------------------------------------------------------
+
+
+def _of_models(work: Path) -> dict[str, Reader]:
+    hf, adapters = work / "huggingface", work / "peft"
+    shutil.copytree(DATA / "huggingface", hf)
+    shutil.copytree(DATA / "peft", adapters)
+    known: dict[Path, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def hf_config(file: Path) -> object:
+        config = run_config.default_config()
+        config.init.from_huggingface = str(file.parent)
+        pretrained.apply_hf_config(config, ("data.tokenizer",))
+        return run_config.from_config(config)
+
+    def weights(file: Path) -> object:
+        values, wanted = known[file.parent]
+        tensors = interop.open_weights(file.parent, values, {path: x.shape for path, x in wanted.items()})
+        return tensors.sizes(), tensors.load(wanted)
+
+    for folder in (hf / "llama", hf / "smollm", hf / "gpt2"):
+        spec = build.model_spec(run := hf_config(folder / "config.json"))
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = {path: x.shape for path, x in trees.flatten_names(spec.trainable).items()}
+        wanted = {p: jax.ShapeDtypeStruct(dims, "float32", sharding=here) for p, dims in shapes.items()}
+        known[folder] = dict(run.model_options), wanted
+        if folder.name == "llama":
+            chosen = lora.LoraConfig(rank=4, alpha=8, targets=("query", "value", "down"))
+            adapted = describe(lora.adapted(spec.build, chosen)).trainable
+    factors = {path: x.shape for path, x in trees.flatten_names(adapted).items()}
+
+    def adapter(file: Path) -> object:
+        return peft.read(file.parent, FAMILIES["llama"], chosen, factors)
+
+    index = hf / "llama" / "model.safetensors.index.json"
+    files = [*sorted((hf / "llama").glob("*.safetensors")), hf / "smollm" / "model.safetensors"]
+    return {
+        "model's config.json": Reader(sorted(hf.glob("*/config.json")), JSON, hf_config),
+        "model's index": Reader([index], JSON, weights),
+        "safetensors": Reader(files, TENSORS, weights),
+        "adapter_config.json": Reader([adapters / "llama" / "adapter_config.json"], JSON, adapter),
+        "adapter's safetensors": Reader([adapters / "llama" / "adapter_model.safetensors"], TENSORS, adapter),
+        "tokenizer.json": Reader([hf / "smollm" / "tokenizer.json"], JSON, _tokenize),
+    }
+
+
+def _tokenize(file: Path) -> object:
+    tokenizer = bpe.load(file)
+    ids = tokenizer.encode_documents(["the cat in the hat", "", "naïve \ud7ff" + "a" * 200])
+    return tokenizer.decode(ids[0]), tokenizer.vocab_size
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def _of_data(folder: Path) -> dict[str, Reader]:
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    _write_token_files(folder, draw)
+    np.savez_compressed(folder / "rows.npz", image=draw.random((20, 4, 4)).astype("f4"), label=np.arange(20))
+    rows = ({"id": n, "text": f"document {n}, of some words", "more": [1, {"a": None}]} for n in range(20))
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (folder / "rows.jsonl").write_bytes(lines)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "text.txt").write_bytes(lines)
+    write_schedule(folder / "schedule.json")
+
+    def opened(source: str, cache: Path | None = None, **options: Any) -> Callable[[Path], object]:
+        def read(file: Path) -> object:
+            with tempfile.TemporaryDirectory(dir=folder) as fresh:
+                path = (
+                    file.with_suffix("")
+                    if source == "megatron"
+                    else file
+                    if cache is None
+                    else folder / "text.txt"
+                )
+                config = DataConfig(source=source, path=str(path), cache_dir=str(cache or fresh), **options)
+                if source == "arrays":
+                    arrays.sample_shapes(config)
+                dataset = open_dataset(config, sequence_length=16, vocab_size=65536, log=lambda line: None)
+                return dataset.train_batch(0, 2), dataset.validation_batch(0, 2)
+
+        return read
+
+    cache = folder / "cache"
+    kept = opened("text", cache, packing="documents")
+    kept(folder / "text.txt")
+    (tokens,), (packing,) = cache.glob("tokens-????????????????"), list(cache.glob("packing-*.npz"))[:1]
+    return {
+        ".bin": Reader([folder / "header.bin"], mutations.numbers("<3i"), opened("bin")),
+        "megatron index": Reader([folder / "m.idx"], mutations.numbers("<9sQBQQ"), opened("megatron")),
+        "megatron tokens": Reader([folder / "m.bin"], BYTES, opened("megatron")),
+        "npz": Reader([folder / "rows.npz"], ARCHIVE, opened("arrays")),
+        "jsonl": Reader([folder / "rows.jsonl"], LINES, opened("jsonl")),
+        "jsonl.gz": Reader([folder / "rows.jsonl.gz"], PACKED, opened("jsonl")),
+        "text": Reader([folder / "text.txt"], BYTES, opened("text")),
+        "schedule": Reader([folder / "schedule.json"], JSON, _schedule),
+        "token cache's meta.json": Reader([tokens / "meta.json"], JSON, kept),
+        "token cache's table": Reader([tokens / "documents.npy"], ARRAY, kept),
+        "token cache's tokens": Reader([tokens / "tokens.bin"], BYTES, kept),
+        "packing": Reader([packing], ARCHIVE, kept),
+    }
+
+
+def _write_token_files(folder: Path, draw: np.random.Generator) -> None:
+    ids = draw.integers(0, 60_000, 2000).astype("<u2").tobytes()
+    (folder / "header.bin").write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + ids)
+    (folder / "m.bin").write_bytes(ids)
+    lengths = np.full(20, 100)
+    content = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 20, 21) + lengths.astype("<i4").tobytes()
+    content += (np.arange(20) * 200).astype("<i8").tobytes() + np.arange(21).astype("<i8").tobytes()
+    (folder / "m.idx").write_bytes(content)
+
+
+def write_schedule(file: Path) -> None:
+    """Writes a valid schedule of two stages."""
+    table.write_schedule(table.build_schedule("1f1b", 2, 4, 1), file)
+
+
+def _schedule(file: Path) -> object:
+    return table.build_schedule(str(file), 2, 4, 1)
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def _a_pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+PLACES: tuple[Callable[[Path], object], ...] = (  # what may stand where a file is expected
+    lambda file: None, Path.mkdir, _a_pipe, lambda file: file.symlink_to("/dev/zero"),
+    lambda file: file.symlink_to("there/is/none"), lambda file: file.symlink_to(file),
+)  # fmt: skip
+
+
+@contextmanager
+def _malformed(reader: Reader, number: int, seed: str) -> Iterator[Path]:
+    """Yields a file of a reader while it is malformed; numbers below 0 are no file at all."""
+    file = reader.files[number % len(reader.files)]
+    sound = file.read_bytes()
+    if number >= 0:
+        file.write_bytes(mutations.malformed(reader.format, sound, number // len(reader.files), seed))
+        reader.sealed(file)
+    else:
+        file.unlink()
+        PLACES[number](file)
+    try:
+        yield file
+    finally:
+        if file.is_dir():
+            shutil.rmtree(file)
+        file.unlink(missing_ok=True)
+        file.write_bytes(sound)
+        reader.sealed(file)
+
+
+def outcome(reader: Reader, number: int, seed: str) -> dict[str, Any]:
+    """Returns what became of one malformed file."""
+    begin_s, error, where = time.process_time(), None, ""
+    with _malformed(reader, number, seed) as file:
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of processor time; the defaults end the process
+        signal.alarm(WAIT_S)
+        try:
+            reader.read(file)
+        except ERRORS as one:
+            error = type(one).__name__
+            if not str(one):
+                where = "an error without a text"
+        except BaseException as one:
+            error = type(one).__name__
+            trace = traceback.extract_tb(one.__traceback__)
+            ours = [f for f in trace if f"{os.sep}jaxdist{os.sep}" in f.filename]
+            last = ours[-1] if ours else trace[-1]
+            where = f"{Path(last.filename).name}:{last.lineno} {last.name}: {error}: {str(one)[:200]}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+    return {"error": error, "defect": where, "seconds": time.process_time() - begin_s}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints
+    with tempfile.TemporaryDirectory() as work:
+        run = shutil.copytree(sys.argv[1], Path(work) / "run")
+        known = readers(run, Path(work))
+        counts = {
+            name: min(len(r.format.tricks(f.read_bytes())) for f in r.files) * len(r.files)
+            for name, r in known.items()
+        }
+        counts["places"] = len(PLACES)
+        print(json.dumps(counts), file=answers, flush=True)
+        used = int(re.search(r"VmSize:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES,) * 2)
+        sys.stdout = io.StringIO()
+        for line in sys.stdin:
+            name, number, seed = line.rstrip("\n").split("\t")
+            sys.stdout.seek(0), sys.stdout.truncate()
+            print(
+                json.dumps(outcome(known[name], int(number), f"{seed}/{name}/{number}")),
+                file=answers,
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
