@@ -148,7 +148,7 @@ def _id_fault(name: str, largest: int | None, vocab_size: int | None) -> str:
         return ""
     return (
         f"data source {name}: token id {largest} with model.vocab_size={vocab_size}. Set model.vocab_size "
-        f"to {largest + 1} or more."
+        f"to {largest + 1} or more, above every id."
     )
 
 

@@ -41,10 +41,10 @@ class Windows:
         partial: keep a last window that is not full (held-out data), or leave it out (training).
         """
         self._files, self._length_S = store.files, sequence_length
-        # Padding follows, a document that no file owns: enough for the window after the last.
-        self._file, self._start = np.append(store.file[chosen], -1), np.append(store.start[chosen], 0)
-        length = np.append(store.length[chosen], 2 * sequence_length + 1)
-        self._stream = np.concatenate([[0], np.cumsum(length)])  # borders of documents
+        file, start, length = _runs(store.file[chosen], store.start[chosen], store.length[chosen])
+        # Padding follows, a run that no file owns: enough for the window after the last.
+        self._file, self._start = np.append(file, -1), np.append(start, 0)
+        self._stream = np.cumsum(np.concatenate([[0], length, [2 * sequence_length + 1]]))  # borders of runs
         targets = max(int(self._stream[-2]) - 1, 0)
         targets = min(targets, limit) if limit else targets
         self.num_targets = targets if partial else targets - targets % sequence_length
@@ -71,6 +71,15 @@ class Windows:
         return {"tokens": tokens, "targets": targets, "weights": weights, "positions": positions}
 
 
+def _runs(file: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns documents [documents] with those that lie side by side in a file, as in a cache, as one."""
+    if len(file) < 2:
+        return file, start, length
+    apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + length[:-1])
+    first = np.flatnonzero(np.append(True, apart))
+    return file[first], start[first], np.add.reduceat(length, first)
+
+
 @functools.lru_cache(4)
 def _constants(size_B: int, length_S: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns weights and positions of full windows, read-only."""
@@ -86,11 +95,6 @@ def _gather(
     """Returns the tokens of pieces [P] of files, one piece after the other; 0 where the file is -1."""
     contents = {number: files[number].tokens for number in set(owner.tolist()) - {-1}}
     tokens, end = np.zeros(length.sum(), np.int32), 0
-    if len(owner) > 1:  # documents that lie side by side, as in a cache, are one piece
-        apart = (owner[1:] != owner[:-1]) | (start[1:] != start[:-1] + length[:-1])
-        first_of_run = np.flatnonzero(np.append(True, apart))
-        owner, start = owner[first_of_run], start[first_of_run]
-        length = np.add.reduceat(length, first_of_run)
     for number, first, count in zip(owner.tolist(), start.tolist(), length.tolist(), strict=True):
         begin, end = end, end + count
         if number >= 0:
