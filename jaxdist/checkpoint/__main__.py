@@ -17,7 +17,7 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
-from jaxdist.storage.untrusted import Malformed, of_kind, read_json
+from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
 
@@ -51,38 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _located(text: str) -> tuple[Path, int | None]:
-    """Returns the folder of checkpoints that a path means, and the step if it names one."""
-    path = folders.as_path(text)
-    if not path.exists():
-        raise config.ConfigError(f"{text}: there is no such folder")
-    if (path / "config.json").exists():  # a workdir
-        chosen = _chosen_folder(path / "config.json")
-        return (folders.as_path(chosen) if chosen else path / "checkpoints"), None
-    if (path / "checkpoints").is_dir():
-        return path / "checkpoints", None
-    return (path.parent, int(path.name)) if path.name.isdecimal() else (path, None)
-
-
-def _chosen_folder(file: Path) -> str:
-    """Returns the checkpoint.folder of a config.json, "" if it has none."""
-    try:
-        options = of_kind(read_json(file, dict).get("checkpoint", {}), dict, "checkpoint")
-        return of_kind(options.get("folder", ""), str, "checkpoint.folder")
-    except Malformed as error:
-        raise config.ConfigError(f"{file} is damaged ({error}); name its checkpoints instead") from None
-
-
 def _one(text: str) -> tuple[Path, int]:
     """Returns the folder and the step that a path means, the newest if it names none."""
-    folder, step = _located(text)
+    folder, step = folders.locate(text)
     if step is None and (step := max(folders.list_steps(folder), default=None)) is None:
         raise CheckpointError(f"there is no checkpoint in {folder}")
     return folder, step
 
 
 def _list(flags: argparse.Namespace) -> Result:
-    folder, _ = _located(flags.path)
+    folder, _ = folders.locate(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
     quarantine = [_noted(note) for note in notes]
     rows = [_row(folder, step, contents=False) for step in folders.all_steps(folder)]
@@ -118,7 +96,7 @@ def _inspect(flags: argparse.Namespace) -> Result:
 
 
 def _verify(flags: argparse.Namespace) -> Result:
-    folder, only = _located(flags.path)
+    folder, only = folders.locate(flags.path)
     steps = folders.all_steps(folder) if only is None else [only]
     run = integrity.identity(folder, create=False)
     rows = [_row(folder, step, run=run, contents=True) for step in steps]

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from jaxdist.config import extras
+from jaxdist.config import ConfigError, extras
 from jaxdist.storage import atomic
-from jaxdist.storage.untrusted import named, of_kind, read_json
+from jaxdist.storage.untrusted import Malformed, named, of_kind, read_json
 
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
@@ -77,6 +77,34 @@ def as_path(folder: Path | str) -> Path:
         return Path(text).absolute()
     extras.require("gcsfs")
     return epath.Path(text)
+
+
+def locate(text: str) -> tuple[Path, int | None]:
+    """Returns the folder of checkpoints that a path means, and the step if it names one.
+
+    The path is that of a workdir, of its `checkpoints`, or of one step in them.
+
+    Raises:
+      ConfigError: nothing is there, or the workdir's config cannot be read.
+    """
+    path = as_path(text)
+    if not path.exists():
+        raise ConfigError(f"{text}: there is no such folder")
+    if (path / "config.json").exists():  # a workdir
+        chosen = _chosen_folder(path / "config.json")
+        return (as_path(chosen) if chosen else path / "checkpoints"), None
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints", None
+    return (path.parent, int(path.name)) if path.name.isdecimal() else (path, None)
+
+
+def _chosen_folder(file: Path) -> str:
+    """Returns the checkpoint.folder of a config.json, "" if it has none."""
+    try:
+        options = of_kind(read_json(file, dict).get("checkpoint", {}), dict, "checkpoint")
+        return of_kind(options.get("folder", ""), str, "checkpoint.folder")
+    except Malformed as error:
+        raise ConfigError(f"{file} is damaged ({error}); name its checkpoints instead") from None
 
 
 def present_path(folder: Path, step: int) -> Path:

@@ -20,7 +20,7 @@ from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import fingerprint, state_dict
 from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination
 
@@ -43,6 +43,9 @@ class SaveResult:
     error: CheckpointError | None
     seconds: float  # from the call of `save` until committed or failed
     bytes: int  # of the arrays, each counted once over all processes, before compression
+
+
+Wanted = Callable[[StepInfo], Any]  # what a step says about itself -> abstract state
 
 
 class Restored(NamedTuple):
@@ -244,7 +247,9 @@ class CheckpointManager:
         self._thread.join(self.config.timeout_s + _GRACE_S if seconds is None else seconds)
         return not self._thread.is_alive()
 
-    def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored:
+    def restore(
+        self, abstract_state: Any | Wanted, step: int | None = None, *, partial: bool = False
+    ) -> Restored:
         """Returns the state of `step`, or of the newest step that can be trusted.
 
         Trusted is what is sealed, of this run, unchanged on disk, and has the fingerprint it was
@@ -253,14 +258,15 @@ class CheckpointManager:
         mode "write", moved to quarantine. If none is good all stay where they are.
 
         Args:
-          abstract_state: leaves with shape, dtype and sharding.
+          abstract_state: leaves with shape, dtype and sharding; or what returns them for a sound step.
           partial: whether the state may lack some of what is stored; that is not read.
 
         Raises:
           state_dict.LayoutError: the checkpoint holds another model or optimizer; all names are listed.
           CheckpointError: there is no (usable) checkpoint; `steps` says why for each one tried.
         """
-        _require_shardings(state_dict.to_canonical(abstract_state))
+        if not callable(abstract_state):
+            _require_shardings(state_dict.to_canonical(abstract_state))
         self.wait()
         if step is not None:
             candidates = [step]
@@ -289,7 +295,7 @@ class CheckpointManager:
             failures,
         )
 
-    def _attempt(self, step: int, abstract_state: Any, partial: bool) -> Restored:
+    def _attempt(self, step: int, abstract_state: Any | Wanted, partial: bool) -> Restored:
         """Returns the state of `step`.
 
         Raises:
@@ -300,6 +306,8 @@ class CheckpointManager:
             share = jax.process_index(), jax.process_count()
             manifest = integrity.check(self.folder, step, run=self._run, part=share)
             info = folders.read_step(self.folder, step)
+        if callable(abstract_state):
+            abstract_state = abstract_state(info)
         state_dict.check(info.arrays, abstract_state, partial=partial)
         with _error_on_all(Exception):  # Orbax and TensorStore raise many types for the same damage
             wanted = state_dict.to_canonical(abstract_state)

@@ -39,6 +39,7 @@ from jaxdist.storage.digest import digest, digest_bytes
 TextSource = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet"]
 Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
 NOT_TEXT = ("digits", "arrays", "given")
+MADE_ELSEWHERE = ("bin", "megatron")  # tokens that nobody here has made
 _STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
 
 

@@ -19,6 +19,12 @@ DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
 MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}  # targets in older run folders
 
 
+def is_installed(target: str) -> bool:
+    """Returns whether a target's code is part of this package, so that naming it runs no other code."""
+    module = target.partition(":")[0]
+    return module.startswith("jaxdist.") and not module.endswith(".py") and "/" not in module
+
+
 class UserModel(nnx.Module):
     """Stands in a config for a model that was given to `jaxdist.fit`: only there it can be made."""
 
@@ -26,6 +32,9 @@ class UserModel(nnx.Module):
         raise ConfigError(
             f"the model {name} was given to jaxdist.fit: use what fit returns, or call it again"
         )
+
+
+USER_TARGET = f"{__name__}:{UserModel.__name__}"
 
 
 def find_model(target: str) -> type[nnx.Module]:

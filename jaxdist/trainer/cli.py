@@ -65,8 +65,9 @@ def parse(
         faults += error.faults
     if faults:
         raise ConfigError(faults)
-    if schema.flatten(config).get("init.from_huggingface"):
-        pretrained.apply_hf_config(config, overrides, _config_in_workdir(flags))
+    init = schema.flatten(config)
+    if init.get("init.from_huggingface") or init.get("init.from_run"):
+        pretrained.apply_source(config, overrides, _config_in_workdir(flags))
     return flags, from_config(config)
 
 

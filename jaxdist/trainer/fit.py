@@ -31,7 +31,6 @@ from jaxdist.trainer.restore import TrainResult, UserInputs
 from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
-_TARGET = f"{registry.__name__}:{registry.UserModel.__name__}"
 
 
 def fit(
@@ -195,7 +194,7 @@ def _config(
     Raises:
       ConfigError: a setting that an argument makes, unknown keys, wrong types.
     """
-    arguments = {"data.source": "given", "model.target": _TARGET} | arguments
+    arguments = {"data.source": "given", "model.target": registry.USER_TARGET} | arguments
     free = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
     if taken := [key for key in settings if key in arguments and key not in free]:
         raise ConfigError([f"settings: {key} is what an argument of fit says; leave it out" for key in taken])
@@ -203,5 +202,5 @@ def _config(
     defaults: dict[str, Any] = {"train.eval_every": eval_every}
     if not saves:
         defaults |= {"checkpoint.every_steps": 0, "checkpoint.save_at_end": False}
-    values = schema.flatten(run_config.default_config(_TARGET))
+    values = schema.flatten(run_config.default_config(registry.USER_TARGET))
     return run_config.from_config(schema.unflatten(values | defaults | arguments | dict(settings)))

@@ -1,4 +1,7 @@
-"""A run that begins with a Hugging Face folder: its model's values, its tokenizer, its weights."""
+"""A run that begins with weights that are there: the model's values, the tokenizer, the first state.
+
+They come from a Hugging Face folder (here), or from another run (`from_run`).
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxdist import interop
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
+from jaxdist.data.sources import MADE_ELSEWHERE
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.distributed import consistency
 from jaxdist.interop import peft
@@ -19,34 +23,39 @@ from jaxdist.protocols.model_spec import describe, stored_dtype
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer import build, from_run
+from jaxdist.trainer.run_config import Build, RunConfig, model_defaults
 
 
-def apply_hf_config(
-    config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None
-) -> None:
-    """Sets model.* and data.tokenizer of a config to those of the folder init.from_huggingface.
+def apply_source(config: ConfigDict, chosen: Collection[str] = (), before: RunConfig | None = None) -> None:
+    """Sets model.* and data.tokenizer of a config to those of what it begins with: of init.*, if anything.
 
     Args:
-      chosen: paths that the user has set; these stay, and must agree with the folder.
-      before: the config of a run that goes on; it knows all, and the folder is not read again.
+      chosen: paths that the user has set; these stay, and must agree with what it begins with.
+      before: the config of a run that goes on; it knows all, and nothing else is read.
 
     Raises:
-      ConfigError: what in the folder's config.json is not built; what disagrees with it; no tokenizer.
+      ConfigError: there is nothing, or what is not built; what disagrees with it; no tokenizer.
     """
-    source = config.init.from_huggingface
-    if before is not None and before.init.from_huggingface == source:
+    key = "from_run" if config.init.from_run else "from_huggingface"
+    source = config.init[key]
+    if not source or config.init.from_run and config.init.from_huggingface:  # reported with all else
+        return
+    if before is not None and getattr(before.init, key) == source:
         theirs = {n: v for n, v in before.model.items() if n not in interop.TRAINING}
         tokenizer = before.data.tokenizer
+    elif key == "from_run":
+        theirs, tokenizer = from_run.model_values(source, config, chosen)
     else:
         folder = Path(source).expanduser()
         theirs = {"target": registry.DEFAULT_TARGET} | interop.derive(interop.read_config(folder))[1]
         tokenizer = _tokenizer_of(folder, config, theirs["vocab_size"], chosen)
     ours = {n: v for n, v in config.model.items() if f"model.{n}" in chosen and n in theirs}
     if faults := interop.different(ours, theirs):
-        raise ConfigError(f"{fault} (init.from_huggingface={source}); leave it out" for fault in faults)
+        raise ConfigError(f"{fault} (init.{key}={source}); leave it out" for fault in faults)
     with config.unlocked(), config.ignore_type():
+        if theirs.get("target", config.model.target) != config.model.target:
+            config.model = model_defaults(theirs["target"])
         config.model.update(theirs)
         if "data.tokenizer" not in chosen:
             config.data.tokenizer = tokenizer
@@ -55,7 +64,7 @@ def apply_hf_config(
 def _tokenizer_of(folder: Path, config: ConfigDict, vocab_size: int, chosen: Collection[str]) -> str:
     """Returns the data.tokenizer for the folder's model: its own, if anything needs one."""
     file = folder / TOKENIZER_FILE
-    made_elsewhere = config.data.source in ("bin", "megatron") or "data.tokenizer" in chosen
+    made_elsewhere = config.data.source in MADE_ELSEWHERE or "data.tokenizer" in chosen
     if not file.is_file() and not made_elsewhere and vocab_size != load_tokenizer("bytes").vocab_size:
         raise ConfigError(
             f"init.from_huggingface={folder}: no {TOKENIZER_FILE} there; let transformers write one "
@@ -64,17 +73,27 @@ def _tokenizer_of(folder: Path, config: ConfigDict, vocab_size: int, chosen: Col
     return str(file) if file.is_file() else config.data.tokenizer
 
 
-def init_state(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog) -> State:
-    """Returns the first state of a run: fresh, or with the weights of init.from_huggingface.
+def init_state(
+    config: RunConfig, built: TrainStep, folder: Path, watch: Watchdog, made: Build | None = None
+) -> State:
+    """Returns the first state of a run: fresh, or with the weights that init.* names.
 
     What goes with the weights (config, tokenizer) is copied into the workdir `folder`, for exports.
 
+    Args:
+      made: builds the model, where a caller has given one.
+
     Raises:
-      ConfigError: the folder of the weights cannot be read, or holds another model.
+      ConfigError: the weights cannot be read, or are another model's.
+      CheckpointError: none of the checkpoints of init.from_run can be used.
     """
-    if not config.init.from_huggingface:
+    if not (config.init.from_run or config.init.from_huggingface):
         return built.init()
     watch.at("restore")
+    quantise = _quantiser(config, built.views.abstract, made)
+    if config.init.from_run:
+        base = base_parameters(config, built.views.abstract, made) if config.lora.rank else {}
+        return from_run.read_state(config, built, base, quantise, folder)
     source = Path(config.init.from_huggingface).expanduser()
     wanted = base_parameters(config, built.views.abstract)
     try:
@@ -89,7 +108,7 @@ def init_state(config: RunConfig, built: TrainStep, folder: Path, watch: Watchdo
         interop.copy_small_files(source, folder / interop.KEPT)
         if (kind := interop.read_config(source).get("model_type")) not in interop.FAMILIES:
             print(f"{source}: {kind!r} is not known, and read as a llama: compare its logits")
-    return built.init(tensors.load(wanted, _quantiser(config, built.views.abstract)) | factors)
+    return built.init(tensors.load(wanted, quantise) | factors)
 
 
 def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Array]:
@@ -106,9 +125,9 @@ def _adapter(config: RunConfig, family: Family, flat: State) -> dict[str, jax.Ar
     return {path: placed(path, x) for path, x in where.items()}
 
 
-def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any]:
+def _quantiser(config: RunConfig, flat: State, made: Build | None) -> Callable[[str, jax.Array], Any]:
     """Returns what makes of a kernel, in its shards, what a quantised base keeps of it."""
-    kernels = lora.kernels(build.model_spec(config).abstract_model)
+    kernels = lora.kernels(build.model_spec(config, made).abstract_model)
     stored = trees.flatten_names(flat.frozen)
 
     def quantise(path: str, kernel: jax.Array) -> Any:
@@ -121,13 +140,16 @@ def _quantiser(config: RunConfig, flat: State) -> Callable[[str, jax.Array], Any
     return quantise
 
 
-def base_parameters(config: RunConfig, flat: State) -> dict[str, jax.ShapeDtypeStruct]:
+def base_parameters(
+    config: RunConfig, flat: State, made: Build | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the parameters of the model without adapters by path, each laid out as the run has it.
 
     Args:
       flat: the run's abstract state with flat layers.
+      made: builds the model, where a caller has given one.
     """
-    spec = describe(registry.build_function(config.model_class, config.model_options))
+    spec = describe(made or registry.build_function(config.model_class, config.model_options))
     stored: Mapping[str, Any] = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
 
     def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

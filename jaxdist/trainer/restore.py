@@ -67,7 +67,7 @@ def init_or_restore(
     store: CheckpointManager,
     folder: Path,
     watch: Watchdog,
-    initial: Mapping[str, np.ndarray] | None,
+    inputs: UserInputs,
 ) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
@@ -86,10 +86,10 @@ def init_or_restore(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
                 )
-            if initial:
-                state = built.init(_placed(initial, built))
+            if inputs.initial and not config.init.from_run:
+                state = built.init(_placed(inputs.initial, built))
             else:
-                state = pretrained.init_state(config, built, folder, watch)
+                state = pretrained.init_state(config, built, folder, watch, inputs.build)
             progress, windows = Progress(), []
         else:
             watch.at("restore")

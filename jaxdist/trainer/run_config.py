@@ -4,7 +4,7 @@ The only place where one component's values are checked against another's. All f
 at once, before anything compiles.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,18 @@ class InitConfig:
     """What a run begins with."""
 
     from_huggingface: str = ""  # folder with config.json and safetensors: its model and weights; "" = random
+    from_run: str = ""  # FOLDER[@STEP], a workdir or checkpoints of another run: its model and weights
+    optimizer: bool = False  # with from_run: also its optimizer's state; step, schedule and data begin at 0
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong between the values, each with its cure."""
+        if self.from_run and self.from_huggingface:
+            yield (
+                f"init.from_run={self.from_run} and init.from_huggingface={self.from_huggingface}: a run "
+                f"begins with one set of weights; leave one of them out"
+            )
+        if self.optimizer and not self.from_run:
+            yield "init.optimizer: there is no run to take its state from; set init.from_run"
 
 
 @dataclass(frozen=True)

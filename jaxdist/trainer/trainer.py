@@ -25,7 +25,7 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, pipeline_report, restore, validation, workdir
+from jaxdist.trainer import build, from_run, pipeline_report, restore, validation, workdir
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.hooks import Hook, StepView, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
@@ -96,7 +96,7 @@ def train(
         built = build.build_step(config, spec, mesh, rules, optimizer=inputs.optimizer, max_traces=MAX_TRACES)
         _describe(config, spec, built, dataset, folder)
         try:
-            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs.initial)
+            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
         except CheckpointError as error:  # the run never begins, but its events say why
             with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
                 for step, reason in error.steps.items():
@@ -133,6 +133,7 @@ def _open_workdir(
     consistency.agree(lambda: flat | consistency.code(spec.model_class))
     with coordination.raise_on_all():
         if _is_lead():
+            from_run.refuse_own_folder(config, folder)
             stack.enter_context(workdir.workdir_lock(folder))
             workdir.check_resume_config(folder, requested)
         store = workdir.open_checkpoints(folder, config)

@@ -143,7 +143,7 @@ def read_config(folder: Path) -> RunConfig:
       ConfigError: the folder holds no run, or what is no config.
     """
     try:
-        stored = _tupled(untrusted.read_json(folder / CONFIG, dict))
+        stored = tupled(untrusted.read_json(folder / CONFIG, dict))
     except FileNotFoundError:
         raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
     except untrusted.Malformed as error:
@@ -157,11 +157,11 @@ def read_config(folder: Path) -> RunConfig:
     return from_config(stored)
 
 
-def _tupled(value: Any) -> Any:
+def tupled(value: Any) -> Any:
     """Returns JSON with its lists as tuples, which is what configs hold."""
     if isinstance(value, dict):
-        return {key: _tupled(item) for key, item in value.items()}
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+        return {key: tupled(item) for key, item in value.items()}
+    return tuple(map(tupled, value)) if isinstance(value, list) else value
 
 
 # --- run.json -------------------------------------------------------------------------------------

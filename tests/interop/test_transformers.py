@@ -152,7 +152,7 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
             "checkpoint.save_at_end": False,
         }
     )
-    pretrained.apply_hf_config(config)
+    pretrained.apply_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
         trainer.run(run, tmp_path / "run")

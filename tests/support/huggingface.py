@@ -41,7 +41,7 @@ def opened(folder, changes=None, devices=8):
     config = run_config.default_config()
     own = {"init.from_huggingface": str(folder), "batch.global_size": 8, "batch.sequence_length": 16}
     config.update_from_flattened_dict(own | (changes or {}))
-    pretrained.apply_hf_config(config, ("data.tokenizer",))
+    pretrained.apply_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
     devices = jax.devices()[: devices if changes else 1]
     _, rules, spec = validation.validate(run, devices)
@@ -126,7 +126,7 @@ def loaded(folder):
     """Returns spec and parameters of a Hugging Face folder."""
     config = run_config.default_config()
     config.update_from_flattened_dict({"init.from_huggingface": str(folder)})
-    pretrained.apply_hf_config(config, ("data.tokenizer",))
+    pretrained.apply_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
     spec = build.model_spec(run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -21,7 +21,7 @@ def main(folder: str, mesh: str) -> None:
     own = {"init.from_huggingface": folder, "data.source": "bin", "data.path": "none", "batch.global_size": 8}
     sizes = {f"mesh.{axis}": int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
     config.update_from_flattened_dict(own | sizes)
-    pretrained.apply_hf_config(config)
+    pretrained.apply_source(config)
     run = run_config.from_config(config)
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
     built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
