@@ -191,7 +191,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
     def hf_config(file: Path) -> object:
         config = run_config.default_config()
         config.init.from_huggingface = str(file.parent)
-        pretrained.apply_hf_config(config, ("data.tokenizer",))
+        pretrained.apply_source(config, ("data.tokenizer",))
         return run_config.from_config(config)
 
     def weights(file: Path) -> object:
