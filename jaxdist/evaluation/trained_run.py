@@ -351,7 +351,8 @@ class TrainedRun:
             config = dataclasses.replace(config, data=data)
         dataset = build.open_data(config, self.folder, self.log)
         total = dataset.num_validation_batches(config.batch.global_size)
-        with build.open_loader(config, self.built, dataset, "validation") as loader:
+        shardings = build.batch_shardings(config, self.built)
+        with build.open_loader(config, shardings, dataset, "validation") as loader:
             result = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
         per_token = dataset.validation_bytes_per_token
         bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)

@@ -1,12 +1,12 @@
 """What is built of a RunConfig: the model's spec, placements, batches and the train step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxdist.data import Dataset, open_dataset, sample_shapes
 from jaxdist.data.loader import Loader
@@ -104,10 +104,16 @@ def open_data(run: RunConfig, folder: Path, log: Callable[[str], None]) -> Datas
     )
 
 
-def open_loader(run: RunConfig, built: TrainStep, dataset: Dataset, split: str, start: int = 0) -> Loader:
-    """Returns the global batches of a split on the devices, from batch `start` on."""
+def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
+    """Returns the sharding of each entry of the run's batches; reads the data's files, as `batch_shapes`."""
+    return built.batch_shardings(batch_shapes(run, run.batch.global_size))
+
+
+def open_loader(
+    run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset, split: str, start: int = 0
+) -> Loader:
+    """Returns the global batches of a split on the devices, from batch `start` on; reads no file anew."""
     size, prefetch = run.batch.global_size, run.data.prefetch
-    shardings = built.batch_shardings(batch_shapes(run, size))
     return Loader(dataset, global_size=size, shardings=shardings, split=split, start=start, prefetch=prefetch)
 
 

@@ -172,6 +172,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         train, first_step, lead = self.config.train, self.progress.step, _is_lead()
+        self.shardings = build.batch_shardings(self.config, self.built)  # once: a run outlives its files
         views = []
         if train.tensorboard:
             tensorboard = extras.load("jaxdist.telemetry.tensorboard")
@@ -245,7 +246,7 @@ class Trainer:
           Diverged: a step went wrong.
         """
         first, last, reason = self.progress.step, self.config.train.steps, ""
-        with build.open_loader(self.config, self.built, self.dataset, "train", first) as loader:
+        with build.open_loader(self.config, self.shardings, self.dataset, "train", first) as loader:
             self.log.begin(loader)
             for number in range(first + 1, last + 1):
                 self._enter_phase("data", number)
@@ -284,7 +285,7 @@ class Trainer:
 
     def _evaluate(self, view: StepView) -> None:
         self.display.status("evaluating")
-        with build.open_loader(self.config, self.built, self.dataset, "validation") as batches:
+        with build.open_loader(self.config, self.shardings, self.dataset, "validation") as batches:
             watched = self.watch.over(batches, "evaluate", view.step, view.step)
             result = evaluate(self.built.evaluate, view.state, watched)
         row = {"eval_loss": result.loss, "eval_tokens": result.tokens}

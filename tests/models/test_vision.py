@@ -19,7 +19,9 @@ from jaxdist.evaluation import trained_run
 from jaxdist.models.vision import VisionConfig, VisionTransformer
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import describe
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import build, cli, run_config, trainer, validation
+from jaxdist.trainer.hooks import every
 from jaxdist.verification import cases
 
 DIGITS = DataConfig(source="digits")
@@ -292,6 +294,19 @@ def accuracy(folder) -> tuple[float, int]:
 def train_digits(folder, **overrides) -> None:
     arguments = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
     assert train.main(["--config", "vit_digits", "--workdir", str(folder), *arguments]) == 0
+
+
+def test_a_run_outlives_the_file_of_its_arrays(tmp_path):
+    file, rng = tmp_path / "scans.npz", np.random.default_rng(0)
+    np.savez(file, image=rng.random((64, 8, 8, 1), np.float32), label=rng.integers(0, 10, 64))
+    words = f"""--config vit_digits --config.data.source=arrays --config.data.path={file}
+        --config.train.steps=2 --config.train.eval_every=1 --config.batch.global_size=8
+        --config.data.validation_share=64 --config.optimizer.warmup_steps=0 --config.model.num_layers=1
+        --config.checkpoint.every_steps=0"""
+    _, run = cli.parse(cli.ConfigParser("test", None), words.split())
+    gone = every(1, lambda view: file.unlink(missing_ok=True))  # before the first evaluation
+    trainer.train(run, tmp_path / "run", devices=jax.devices()[:1], hooks=[gone])
+    assert [row["step"] for row in read_rows(tmp_path / "run").evaluation] == [1, 2] and not file.exists()
 
 
 def test_a_small_one_learns(tmp_path):
