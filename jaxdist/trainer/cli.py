@@ -39,8 +39,12 @@ def parse(
     Raises:
       ConfigError: everything wrong with the config, at once.
     """
-    flags, rest = parser.parse_known_args(arguments)
-    overrides, faults = _read_overrides(rest, flags)
+    overrides, rest, faults = _take_overrides(sys.argv[1:] if arguments is None else arguments)
+    flags, unknown = parser.parse_known_args(rest)
+    names = ["--" + flag.replace("_", "-") for flag in vars(flags)]
+    faults = [
+        f"{word}: no such flag;{suggest(word.partition('=')[0], names)} --help lists them" for word in unknown
+    ] + faults
     if "://" in (getattr(flags, "workdir", None) or ""):
         faults.append(f"--workdir {flags.workdir}: must be a local folder; checkpoint.folder takes gs://")
     if flags.help:
@@ -71,19 +75,21 @@ def parse(
     return flags, from_config(config)
 
 
-def _read_overrides(arguments: Sequence[str], flags: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Returns the overrides --config.a.b=value (or --config.a.b value), and a fault for all else."""
-    overrides, faults, words = {}, [], deque(arguments)
+def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns the overrides --config.a.b=value (or --config.a.b value), the other words, and faults.
+
+    They are taken first: to argparse a value such as -hello would be a flag.
+    """
+    overrides, rest, faults, words = {}, [], [], deque(arguments)
     while words:
         path, equals, value = (word := words.popleft()).removeprefix("--config.").partition("=")
         if not word.startswith("--config."):
-            hint = suggest(path, ["--" + flag.replace("_", "-") for flag in vars(flags)])
-            faults.append(f"{word}: no such flag;{hint} --help lists them")
+            rest.append(word)
         elif not equals and (not words or words[0].startswith("--")):
             faults.append(f"{path}: has no value; write --config.{path}=VALUE")
         else:
             overrides[path] = value if equals else words.popleft()
-    return overrides, faults
+    return overrides, rest, faults
 
 
 def _config_in_workdir(flags: argparse.Namespace) -> RunConfig | None:

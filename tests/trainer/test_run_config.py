@@ -50,6 +50,19 @@ def test_a_value_may_not_be_missing():
     )
 
 
+@pytest.mark.parametrize("value", ["-h", "-hello", "-1", "two words", ""])
+def test_a_value_may_begin_as_flags_do(value):
+    run = parse("--config", "quickstart", "--config.train.sample_prompt", value)
+    assert run.train.sample_prompt == value
+
+
+def test_a_value_is_the_word_behind_its_path():
+    assert faults_of("--config.seed", "--config", "quickstart", "7") == (
+        "7: no such flag; --help lists them",
+        "seed: has no value; write --config.seed=VALUE",
+    )
+
+
 def test_the_last_of_two_overrides_counts():
     assert parse("--config", "quickstart", "--config.seed=1", "--config.seed=2").seed == 2
 
