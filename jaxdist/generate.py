@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
     add("--temperature", type=float, default=sampling.temperature, help="0 = the likeliest (default: 1)")
     add("--top-k", type=int, default=sampling.top_k, help="only the k likeliest; 0 = all (default)")
-    add("--top-p", type=float, default=sampling.top_p, help="only the likeliest of this sum (default: 1)")
+    add("--top-p", type=float, default=sampling.top_p, help="the likeliest that sum to it (default: 1 = all)")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--num-samples", type=int, default=1, help="texts for each prompt (default: 1)")
     return parser

@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
     )
     parser.add_argument("workdir", nargs="+", help="workdir of a run; give two to compare them")
-    parser.add_argument("--out", metavar="FILE", help="page to write (default: in the first workdir)")
+    page_help = "page to write (default: report.html in the workdir; report_vs_NAME.html for two)"
+    parser.add_argument("--out", metavar="FILE", help=page_help)
     return parser
 
 
@@ -56,10 +57,13 @@ def _refuse_foreign(target: Path) -> None:
     """Raises ConfigError if the target exists and is no page of ours."""
     if target.is_dir():
         raise config.ConfigError(f"--out {target} is a folder; give the file to write")
-    if target.exists() and html.GENERATOR.encode() not in target.read_bytes()[:4096]:
-        raise config.ConfigError(
-            f"--out {target} exists and is no jaxdist report; give another name or remove it"
-        )
+    if not target.exists():
+        return
+    with target.open("rb") as file:
+        if html.GENERATOR.encode() not in file.read(4096):
+            raise config.ConfigError(
+                f"--out {target} exists and is no jaxdist report; give another name or remove it"
+            )
 
 
 if __name__ == "__main__":

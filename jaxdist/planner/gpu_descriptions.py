@@ -27,9 +27,8 @@ _LIMITS = (
 def gpu_description(chip: chips.Chip) -> str:
     """Returns the description of a GPU that has a family."""
     major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
-    accelerated = (
-        "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    )  # sm_90a: Hopper's instructions
+    # sm_90a: Hopper's instructions
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return (
         f"gpu_device_info {{ {_LIMITS} shared_memory_per_core: {shared * 1024} "
         f"shared_memory_per_block_optin: {(shared - 1) * 1024} "  # one KiB of each block is the system's

@@ -206,9 +206,8 @@ class _Model:
         self.target, chip = target, target.chip
         components = memory.components(legal, spec, _rules(legal, shape, spec), target)
         shards = math.prod(shape.sizes[axis] for axis in STATE_AXES)
-        self.moments = (
-            components.get("optimizer state", 0) * shards / spec.parameter_count
-        )  # bytes of a parameter
+        # Bytes of a parameter.
+        self.moments = components.get("optimizer state", 0) * shards / spec.parameter_count
         self.peak = products_peak(target, run.precision.compute) or 1e12
         self.hbm = chip.hbm_bytes_per_s if chip else math.inf
         self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf

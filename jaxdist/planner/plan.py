@@ -205,20 +205,15 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     notes += communication.warnings(
         collectives, compute=compute, forwards_per_backward=again, log=compiled.log
     )
-    tokens, flops, bubble = (
-        _tokens_per_step(run),
-        model_flops(run, plan.spec),
-        plan.pipeline.get("bubble", 0.0),
-    )
     time = timing.estimate(
         module,
         collectives,
         kernels,
         target,
-        tokens=tokens,
-        flops_per_token=flops,
+        tokens=_tokens_per_step(run),
+        flops_per_token=model_flops(run, plan.spec),
         compute=compute,
-        bubble=bubble,
+        bubble=plan.pipeline.get("bubble", 0.0),
     )
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
