@@ -162,8 +162,9 @@ def _is_one_machine(environ: Mapping[str, str]) -> bool:
 
 def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Returns what started this process as one of several, or None."""
+    if "JAXDIST_COORDINATOR" in environ:  # whatever else the environment says
+        return LAUNCH
     launchers = {
-        LAUNCH: "JAXDIST_COORDINATOR" in environ,
         # srun sets the step's variables; a batch script on its own is one process of no group.
         "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ,
         "Open MPI": int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1,

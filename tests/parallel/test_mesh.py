@@ -175,6 +175,7 @@ def test_our_own_launcher_comes_first(monkeypatch):
         "JAXDIST_PROCESS_ID": "1",
         "SLURM_NTASKS": "2",
         "SLURM_PROCID": "0",
+        "OMPI_COMM_WORLD_SIZE": "",  # not even looked at
     }
     assert initialize.join_processes(environ) == "process 1 of 2, joined through jaxdist launch"
     assert joined == [("localhost:1", 2, 1)]
