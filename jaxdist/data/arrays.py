@@ -7,6 +7,7 @@ The arrays are held in memory. What is held out is chosen by sample number, what
 """
 
 import math
+import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import numpy as np
 from jaxdist.config import ConfigError, extras
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import order_key, permute
-from jaxdist.data.sources import DataConfig
+from jaxdist.data.sources import READ_ERRORS, DataConfig, expanded, one_line, reading
 from jaxdist.storage.digest import digest
 
 INDEX = "sample"  # the batch entry that is made here: the global sample index
@@ -78,7 +79,7 @@ def open_arrays(config: DataConfig) -> tuple[str, str, ArrayRows, ArrayRows]:
         name, arrays = "digits", extras.load("jaxdist.data.digits", extra="vision").read()
         stamp = digest(*(values.tobytes().hex() for values in arrays.values()))
     else:
-        name, (arrays, stamp) = f"arrays {config.path}", _read(config.path)
+        name, (arrays, stamp) = config.name, _read(config.path)
     number, fingerprint = np.arange(count_of(arrays)), digest(stamp, config.validation_share)
     if config.validation_path:
         others, other_stamp = _read(config.validation_path)
@@ -109,8 +110,8 @@ def count_of(arrays: Mapping[str, np.ndarray]) -> int:
 def _read(path: str) -> tuple[dict[str, np.ndarray], str]:
     """Returns the arrays of a file, and a stamp of its contents (the archive's own checksums)."""
     kinds, stamp = _checked(path)
-    with np.load(Path(path).expanduser(), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in kinds}
+    with reading(f"data.path={one_line(path)}"), zipfile.ZipFile(expanded(path)) as file:
+        arrays = {name: _values(file, name) for name in kinds}
     if wide := beyond_int32(arrays):
         raise ConfigError(f"data.path={path}: {', '.join(wide)} has values beyond int32, which batches hold")
     return arrays, stamp
@@ -125,18 +126,20 @@ def beyond_int32(arrays: Mapping[str, np.ndarray]) -> list[str]:
 
 def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
     """Returns what the file's headers say and a stamp of it; raises every fault of them."""
+    shown = f"data.path={one_line(path)}"
     try:
-        with zipfile.ZipFile(Path(path).expanduser()) as file:
+        with zipfile.ZipFile(expanded(path)) as file:
             kinds = {e.filename.removesuffix(".npy"): _header(file, e) for e in file.infolist()}
+            if len(kinds) < len(file.infolist()):
+                raise ValueError("two arrays of one name")
             stamp = digest(*((e.filename, e.CRC, e.file_size) for e in file.infolist()))
     except FileNotFoundError:
-        raise ConfigError(f"data.path={path}: no such file (looked from {Path.cwd()})") from None
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"data.path={path}: not a file of arrays ({error}); write one with numpy.savez(FILE, image=...)"
-        ) from None
+        raise ConfigError(f"{shown}: no such file (looked from {Path.cwd()})") from None
+    except READ_ERRORS as error:
+        reason = f"not a file of arrays ({one_line(error)})"
+        raise ConfigError(f"{shown}: {reason}; write one with numpy.savez(FILE, image=...)") from None
     if faults := faults_of(kinds):
-        raise ConfigError(f"data.path={path}: {fault}" for fault in faults)
+        raise ConfigError(f"{shown}: {fault}" for fault in faults)
     return kinds, stamp
 
 
@@ -147,7 +150,24 @@ def _header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ArrayHeader:
         if major not in read:
             raise ValueError(f"{entry.filename} has format {major}")
         shape, _, dtype = read[major](array)
+        there = entry.file_size - array.tell()
+    # Nothing is allocated on a header's word: the array must be as large as its entry, and that no
+    # larger than what its bytes can hold (deflate makes at most 1,032 of one).
+    packed = min(entry.compress_size, os.path.getsize(str(file.filename)))
+    ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}.get(entry.compress_type, 0)
+    says = math.prod(shape) * dtype.itemsize
+    sound = min(shape, default=0) >= 0 and says == there and entry.file_size <= ratio * packed
+    if dtype.kind in "biuf" and not sound:
+        raise ValueError(f"{entry.filename} says {dtype} {list(shape)}, and has not the {says} bytes of it")
     return ArrayHeader(shape, dtype)
+
+
+def _values(file: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Returns an array whose header was checked; raises BadZipFile where its checksum is another."""
+    with file.open(name if name in file.NameToInfo else f"{name}.npy") as array:
+        values = np.lib.format.read_array(array, allow_pickle=False)
+        array.read(1)  # at the end the checksum is compared
+    return values
 
 
 def faults_of(kinds: Mapping[str, ArrayHeader | np.ndarray]) -> list[str]:

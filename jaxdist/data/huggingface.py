@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Corpus, DataConfig, Document, record_document
+from jaxdist.data.sources import Corpus, DataConfig, Document, one_line, reading, record_document
 from jaxdist.storage.digest import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
@@ -27,11 +27,12 @@ def open_corpus(config: DataConfig) -> Corpus:
     files = (Path(file["filename"]) for file in rows.cache_files)
     stats = ((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     stamp = digest(config.path, field, rows.num_rows, *stats)
-    name = f"huggingface {config.path}"
+    name = config.name
 
     def documents() -> Iterator[Document]:
-        for number, row in enumerate(rows):
-            yield record_document(row, field, where=f"{name} row {number}", default_id=str(number))
+        with reading(name, Exception):  # as many kinds as below
+            for number, row in enumerate(rows):
+                yield record_document(row, field, where=f"{name} row {number}", default_id=str(number))
 
     return Corpus(name, stamp, f"{rows.num_rows} rows", documents)
 
@@ -46,8 +47,7 @@ def _load(config: DataConfig) -> datasets.Dataset:
             return dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
         return datasets.load_dataset(name, subset or None, split=split or "train")
     except Exception as error:  # many kinds: network, names, splits, formats
-        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"data.path={config.path}: `datasets` cannot load it as NAME[:CONFIG[:SPLIT]] "
-            f"({type(error).__name__}: {reason})."
+            f"({type(error).__name__}: {one_line(error)})."
         ) from error

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow.parquet
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Document, File, record_document
+from jaxdist.data.sources import Document, File, one_line, reading, record_document
 
 
 def read_parquet(file: File, field: str) -> Iterator[Document]:
@@ -13,13 +13,15 @@ def read_parquet(file: File, field: str) -> Iterator[Document]:
     Raises ConfigError where it is no parquet file or lacks the column `field`."""
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{file.path}: not a parquet file ({error}).") from error
-    names = table.schema_arrow.names
-    if field not in names:
-        raise ConfigError(f"{file.path}: no column {field!r} (has: {', '.join(names)}). Set data.text_field.")
-    columns = [name for name in names if name in (field, "id")]
-    batches = table.iter_batches(batch_size=1024, columns=columns)
-    for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-        where = f"{file.path} row {number}"
-        yield record_document(row, field, where=where, default_id=f"{file.id}#{number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file.path}: not a parquet file ({one_line(error)}).") from error
+    with reading(file.path, pyarrow.ArrowException):
+        names = table.schema_arrow.names
+        if field not in names:
+            has = one_line(", ".join(names))
+            raise ConfigError(f"{file.path}: no column {field!r} (has: {has}). Set data.text_field.")
+        columns = [name for name in names if name in (field, "id")]
+        batches = table.iter_batches(batch_size=1024, columns=columns)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            where = f"{file.path} row {number}"
+            yield record_document(row, field, where=where, default_id=f"{file.id}#{number}")

@@ -18,14 +18,18 @@ A document's id is its path below the folder or glob that found it, with `#line`
 file holds many (or the record's own `id`), so a corpus can be moved without changing its split.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import importlib
-import json
 import os
 import re
+import struct
 import sysconfig
+import tokenize
 import typing
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -35,11 +39,18 @@ from annotated_types import Interval
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage.digest import digest, digest_bytes
+from jaxdist.storage.untrusted import Malformed, parse_json
 
 TextSource = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet"]
 Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
 NOT_TEXT = ("digits", "arrays", "given")
 MADE_ELSEWHERE = ("bin", "megatron")  # tokens that nobody here has made
+_MAX_LINE = 64 << 20  # characters of a jsonl record: a file without line ends must not fill the memory
+# What Python's readers raise of files that are cut off, damaged, something else, or made to harm.
+READ_ERRORS = (
+    OSError, EOFError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, MemoryError,
+    SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 _STDLIB_SKIPPED = set("test tests idlelib lib2to3 ensurepip encodings site-packages dist-packages".split())
 
 
@@ -65,7 +76,12 @@ class DataConfig:
 
     def cache_folder(self) -> Path:
         """Returns `cache_dir` with `~` resolved."""
-        return Path(self.cache_dir).expanduser()
+        return expanded(self.cache_dir)
+
+    @property
+    def name(self) -> str:
+        """Source and path as logs and errors show them, also a path that is not UTF-8."""
+        return f"{self.source} {self.path}".encode("utf-8", "backslashreplace").decode()
 
     @property
     def is_text(self) -> bool:
@@ -146,7 +162,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         return _stdlib()
     if config.source == "huggingface":
         return extras.load("jaxdist.data.huggingface", extra="hf").open_corpus(config)
-    name, field = f"{config.source} {config.path}", config.text_field
+    name, field = config.name, config.text_field
     if config.source == "text":
         return _corpus_of(name, find_files(config), _read_text)
     if config.source == "jsonl":
@@ -161,14 +177,45 @@ def open_corpus(config: DataConfig) -> Corpus:
 def record_document(record: object, field: str, *, where: str, default_id: str) -> Document:
     """Returns the document of one record, under its own `id` if it has one.
     Raises ConfigError where the record has no text under `field`."""
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(text, str):
         fields = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f"{where}: no text in field {field!r} (has: {fields}). Set data.text_field.")
+        raise ConfigError(
+            f"{where}: no text in field {field!r} (has: {one_line(fields)}). Set data.text_field."
+        )
+    if not text.isascii():  # JSON may spell half a surrogate pair, which no tokenizer takes
+        text = text.encode("utf-8", "replace").decode()
     identity = record.get("id")
-    return Document(default_id if identity is None else str(identity), record[field])
+    return Document(default_id if identity is None else str(identity), text)
 
 
 # --- Files ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading(what: object, *others: type[Exception]) -> Iterator[None]:
+    """Makes any error of reading a file (READ_ERRORS and others) one kind, which names it.
+
+    Raises:
+      ConfigError: the body failed on the file.
+    """
+    kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *others)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except kinds as error:
+        raise ConfigError(f"{what}: cannot be read ({one_line(error)}). Mend or replace it.") from error
+
+
+def one_line(text: object) -> str:
+    """Returns a text or an error that others wrote, short enough for a message."""
+    return " ".join(str(text)[:1000].split())[:300] or type(text).__name__
+
+
+def expanded(path: str) -> Path:
+    """Returns a path with `~` resolved; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))
 
 
 class File(NamedTuple):
@@ -186,11 +233,16 @@ def find_files(config: DataConfig, *suffixes: str) -> list[File]:
     Raises ConfigError naming every entry that finds nothing."""
     files, faults = [], []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
-        matches = _find(Path(entry).expanduser(), suffixes)
+        shown = one_line(entry)
+        try:
+            matches = _find(expanded(entry), suffixes)
+        except (OSError, ValueError, RecursionError) as error:
+            faults.append(f"data.path={shown}: no path or glob ({one_line(error)}).")
+            continue
         if not matches:
             kinds = " or ".join(suffixes) or "text"
             faults.append(
-                f"data.path={entry}: no {config.source} file there (looked from {Path.cwd()}); "
+                f"data.path={shown}: no {config.source} file there (looked from {Path.cwd()}); "
                 f"give a {kinds} file, a folder of them, or a glob."
             )
         files += matches
@@ -207,6 +259,8 @@ def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
         root, pattern = entry, "**/*"
     elif fixed is not None:
         root, pattern = Path(*entry.parts[:fixed]), "/".join(entry.parts[fixed:])
+        # `**` again and again multiplies the time.
+        pattern = re.sub(r"(?<![^/])(\*\*/)+(?=\*\*(/|$))", "", pattern)
     else:
         return []
     files = [File(path, path.relative_to(root).as_posix()) for path in root.glob(pattern) if path.is_file()]
@@ -218,7 +272,8 @@ def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
 
 def _corpus_of(name: str, files: list[File], read: Callable[[File], Iterator[Document]]) -> Corpus:
     """Returns the documents that `read` finds in files, stamped with their sizes and times."""
-    stats = [os.stat(file.path) for file in files]
+    with reading(name):
+        stats = [os.stat(file.path) for file in files]
     stamps = ((f.id, s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))
     summary = f"{len(files)} files, {sum(s.st_size for s in stats) / 1e6:.2f} MB"
     return Corpus(name, digest(*stamps), summary, lambda: chain.from_iterable(map(read, files)))
@@ -226,7 +281,8 @@ def _corpus_of(name: str, files: list[File], read: Callable[[File], Iterator[Doc
 
 def _read_text(file: File) -> Iterator[Document]:
     """Yields the file as UTF-8 (other bytes become U+FFFD); nothing where it is binary."""
-    content = file.path.read_bytes()
+    with reading(file.path):
+        content = file.path.read_bytes()
     if b"\0" not in content[:8192]:
         yield Document(file.id, content.decode("utf-8", "replace"))
 
@@ -234,15 +290,15 @@ def _read_text(file: File) -> Iterator[Document]:
 def _read_jsonl(file: File, field: str) -> Iterator[Document]:
     """Yields one document per line."""
     opener = gzip.open if file.path.suffix == ".gz" else open
-    with opener(file.path, "rt", encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
+    with reading(file.path), opener(file.path, "rt", encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), ""), 1):
             if not line.strip():
                 continue
             where = f"{file.path} line {number}"
             try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{where}: not JSON ({error}); give one object per line.") from error
+                record = parse_json(line, object)
+            except Malformed as error:
+                raise ConfigError(f"{where}: {error}; give one object per line.") from error
             yield record_document(record, field, where=where, default_id=f"{file.id}#{number}")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import DataConfig, File, find_files
+from jaxdist.data.sources import DataConfig, File, expanded, find_files, one_line, reading
 from jaxdist.storage.digest import digest, digest_bytes
 
 BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
@@ -25,6 +25,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6, 7: floats
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document borders
 _SCAN_TOKENS = 1 << 27  # up to this many tokens the largest id is found when the files are opened
+_MAX_ID = np.iinfo(np.int32).max  # what batches hold
 _EDGE_BYTES = 1 << 20  # hashed at each end of a foreign file: all of it may be terabytes
 
 
@@ -35,6 +36,7 @@ class TokenFile:
         present, kind = path.stat().st_size, np.dtype(dtype)
         whole, odd = divmod(present - offset_bytes, kind.itemsize) if count is None else (count, 0)
         self.path, self.count = path, whole
+        self.fault = ""  # set by whoever finds the ids damaged; readers then stop
         self._end_bytes = offset_bytes + self.count * kind.itemsize
         if odd or self.count < 0 or self._end_bytes > present:
             raise ConfigError(
@@ -48,10 +50,20 @@ class TokenFile:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[count] ids. Raises OSError where the file shrank: reading past its end would kill the process."""
+        """[count] ids.
+
+        Raises:
+          OSError: the file is damaged, or it shrank: reading past its end would kill the process.
+        """
+        if self.fault:
+            raise OSError(self.fault)
         if (size := os.stat(self.path).st_size) < self._end_bytes:
             raise OSError(f"{self.path} shrank to {size} bytes from {self._end_bytes}")
         return self._tokens
+
+    @property
+    def itemsize(self) -> int:
+        return self._tokens.itemsize
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,8 @@ class TokenStore:
 
 def group_of(ids: Iterable[str]) -> np.ndarray:
     """Returns the first byte of the sha256 of each id: the same on every machine, [ids] uint8."""
-    return np.fromiter((hashlib.sha256(id_.encode()).digest()[0] for id_ in ids), np.uint8)
+    digests = (hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest() for id_ in ids)
+    return np.fromiter((one[0] for one in digests), np.uint8)
 
 
 # A token file, its id, and start and length of its documents, which are called `id#0`, `id#1`, ...
@@ -88,10 +101,32 @@ def _store_of(name: str, opened: list[_Opened]) -> TokenStore:
     counts = [len(one) for one in starts]
     owner = np.repeat(np.arange(len(files), dtype=np.int32), counts)
     group = group_of(f"{id_}#{i}" for id_, n in zip(ids, counts, strict=True) for i in range(n))
+    # Batches show ids of 8 bytes wrapped, so that those must be looked at here, however many there are.
     scanned = sum(file.count for file in files) <= _SCAN_TOKENS
-    max_id = max(int(file.tokens.max(initial=0)) for file in files) if scanned else None
+    extremes = [_extremes(file) if scanned or file.itemsize == 8 else (0, 0) for file in files]
+    faults = [_range_fault(file, *pair) for file, pair in zip(files, extremes, strict=True)]
+    if any(faults):
+        raise ConfigError(filter(None, faults))
+    max_id = max(high for _, high in extremes) if scanned else None
     fingerprint = digest(*map(_edges_digest, files), start.tobytes(), length.tobytes())
     return TokenStore(name, files, owner, start, length, group, None, max_id, fingerprint)
+
+
+def _extremes(file: TokenFile) -> tuple[int, int]:
+    """Returns the smallest and the largest id; 0 among them."""
+    ids = file.tokens
+    return int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0, int(ids.max(initial=0))
+
+
+def _range_fault(file: TokenFile, low: int, high: int) -> str:
+    """Returns what is wrong with a file's extremes, and where; empty where nothing is."""
+    if low >= 0 and high <= _MAX_ID:
+        return ""
+    place = int(np.argmax((file.tokens < 0) | (file.tokens > _MAX_ID)))
+    return (
+        f"{file.path}: token {place} has id {file.tokens[place]}; required 0 to {_MAX_ID}. "
+        "The file is damaged or of another type: write it again."
+    )
 
 
 def _edges_digest(file: TokenFile) -> str:
@@ -107,12 +142,13 @@ def _edges_digest(file: TokenFile) -> str:
 def open_bin(config: DataConfig) -> TokenStore:
     """Returns the .bin files of `data.path` in blocks of BLOCK_TOKENS with ids `file#number`.
     Raises ConfigError where a file is missing or cut off."""
-    opened = [_open_bin_file(file, config.bin_dtype) for file in find_files(config, ".bin")]
-    return _store_of(f"bin {config.path}", opened)
+    files = find_files(config, ".bin")
+    with reading(config.name):
+        return _store_of(config.name, [_open_bin_file(file, config.bin_dtype) for file in files])
 
 
 def _open_bin_file(source: File, dtype: str) -> _Opened:
-    with source.path.open("rb") as stream:
+    with reading(source.path), source.path.open("rb") as stream:
         head = stream.read(_KARPATHY_HEADER_BYTES)
     magic, version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))
     if len(head) == _KARPATHY_HEADER_BYTES and (magic, version) == (_KARPATHY_MAGIC, 1):
@@ -129,24 +165,35 @@ def _open_bin_file(source: File, dtype: str) -> _Opened:
 def open_megatron(config: DataConfig) -> TokenStore:
     """Returns the Megatron pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
     Raises ConfigError where a pair is incomplete, no Megatron index, or inconsistent."""
-    opened = []
+    indexes: list[str] = []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
-        prefix = str(Path(entry).expanduser()).removesuffix(".idx").removesuffix(".bin")
-        indexes = sorted(glob.glob(f"{prefix}.idx", recursive=True))
-        if not indexes:
-            raise ConfigError(f"data.path={entry}: no file {prefix}.idx; give the PREFIX of both.")
-        opened += [_open_megatron_pair(Path(index)) for index in indexes]
-    return _store_of(f"megatron {config.path}", opened)
+        prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
+        with reading(f"data.path={one_line(entry)}"):
+            there = sorted(glob.glob(f"{prefix}.idx", recursive=True))
+        if not there:
+            shown, missing = one_line(entry), one_line(f"{prefix}.idx")
+            raise ConfigError(f"data.path={shown}: no file {missing}; give the PREFIX of both.")
+        indexes += there
+    if not indexes:
+        raise ConfigError(f"data.path={config.path!r}: empty. Set data.path.")
+    with reading(config.name):
+        return _store_of(config.name, [_open_megatron_pair(Path(index)) for index in indexes])
 
 
 def _open_megatron_pair(index: Path) -> _Opened:
     data = index.with_suffix(".bin")
     if not data.is_file():
         raise ConfigError(f"{data}: missing beside {index}; a Megatron corpus is both.")
-    dtype, lengths, offsets, borders = _read_megatron_index(index)
-    file = TokenFile(data, dtype)
+    with reading(index):
+        dtype, lengths, offsets, borders = _read_megatron_index(index)
+    with reading(data):
+        file = TokenFile(data, dtype)
+    if len(lengths) and lengths.min() < 0:
+        place = int(np.argmax(lengths < 0))
+        raise ConfigError(f"{index}: sequence {place} has {lengths[place]} tokens; write the pair again.")
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if not np.array_equal(offsets, ends[:-1] * np.dtype(dtype).itemsize) or ends[-1] > file.count:
+    # Ends within the file first: then bytes cannot exceed 64 bits.
+    if ends[-1] > file.count or not np.array_equal(offsets, ends[:-1] * np.dtype(dtype).itemsize):
         raise ConfigError(
             f"{index}: {len(lengths)} sequences do not follow each other within the {file.count} "
             f"tokens of {data.name}; write the pair again."
@@ -168,6 +215,7 @@ def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.n
     lengths = np.frombuffer(content, "<i4", sequences, at)
     offsets = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     documents = np.frombuffer(content, "<i8", borders, at + 12 * sequences)
-    if (documents[0], documents[-1]) != (0, sequences) or np.any(np.diff(documents) < 0):
+    # Compared, not subtracted: differences wrap.
+    if (documents[0], documents[-1]) != (0, sequences) or np.any(documents[1:] < documents[:-1]):
         raise fault
     return _MEGATRON_TYPES[code], lengths, offsets, documents

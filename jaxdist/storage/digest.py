@@ -6,7 +6,8 @@ from pathlib import Path
 
 def digest(*parts: object) -> str:
     """Returns the digest of the parts' texts, with a NUL between them."""
-    return digest_bytes("\0".join(map(str, parts)).encode())
+    # Names of files that are not UTF-8 hold surrogates, which would be refused.
+    return digest_bytes("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 
 def digest_bytes(data: bytes) -> str:
