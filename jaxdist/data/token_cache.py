@@ -2,16 +2,21 @@
 
 `<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the other),
 `documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group), `ids.txt` (their
-ids, a JSON text per line) and `meta.json`. The folder appears whole or not at all.
+ids, a JSON text per line) and `meta.json`, which has checksums of what is read. The folder appears
+whole or not at all. A damaged one is made again; where the damage shows only while a run reads (large
+corpora are checked in the background), the run stops, and its next start makes the folder again.
 """
 
 import contextlib
 import hashlib
 import json
 import shutil
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +26,13 @@ from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic, lock
 from jaxdist.storage.digest import digest, digest_bytes
+from jaxdist.storage.untrusted import read_json
 
-_VERSION = 1  # of the layout above; part of the key
+_VERSION = 2  # 2: ids are not wrapped, checksums; of the layout above; part of the key
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
 _PROGRESS_S = 5.0  # between two lines of progress
+_CHECKED_BYTES = 64 << 20  # of one checksum; up to so many are checked at the start (0.04 s), more behind it
+_IDLE_SHARE = 3  # a check in the background sleeps so much longer than it works
 
 Log = Callable[[str], None]
 
@@ -40,7 +48,8 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) ->
         if (store := _load(target, corpus.name)) is None:
             _build(corpus, tokenizer, target, log)
             store = _load(target, corpus.name)
-            assert store is not None, target
+            if store is None:
+                raise OSError("what was just written cannot be read back")
     return store
 
 
@@ -64,17 +73,57 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
 def _load(target: Path, name: str) -> TokenStore | None:
     """Returns the store of a cache folder; None where it is absent or damaged."""
     try:
-        meta = json.loads((target / "meta.json").read_text())
-        documents = np.load(target / "documents.npy", allow_pickle=False)
-        file = TokenFile(target / "tokens.bin", meta["dtype"], count=meta["tokens"])
+        meta = read_json(target / "meta.json", dict)
+        if meta.pop("digest") != _digest_of(meta):
+            return None
+        tokens, table = target / "tokens.bin", target / "documents.npy"
+        expected = meta["checksums"]
+        if list(_checksums(table)) != expected[table.name]:
+            return None
+        documents = np.load(table, allow_pickle=False)
+        file = TokenFile(tokens, meta["dtype"], count=meta["tokens"])
+        small = len(expected[tokens.name]) <= 1
+        if small and list(_checksums(tokens)) != expected[tokens.name]:
+            return None
     except (OSError, ValueError, KeyError):
         return None
+    if not small:
+        checked = (file, expected[tokens.name], target / "meta.json")
+        threading.Thread(target=_check_slowly, args=checked, name="jaxdist-token-check", daemon=True).start()
     length, num_bytes, group = documents.T
-    if length.sum() != meta["tokens"] or len(documents) != meta["documents"]:
-        return None
     owner, start, group = np.zeros(len(length), np.int32), np.cumsum(length) - length, group.astype(np.uint8)
     metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
     return TokenStore(name, (file,), owner, start, length, group, num_bytes, **metadata)
+
+
+def _digest_of(meta: dict[str, Any]) -> str:
+    return digest(json.dumps(meta, sort_keys=True))
+
+
+def _checksums(path: Path) -> Iterator[int]:
+    """Yields the CRC-32 of each _CHECKED_BYTES of a file."""
+    with path.open("rb") as file:
+        while piece := file.read(_CHECKED_BYTES):
+            yield zlib.crc32(piece)
+
+
+def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
+    """Compares a file with its checksums, slowly. Damage stops its readers, and removes `meta`, so that
+    the next start makes the cache again."""
+    begin_s = time.perf_counter()
+    # Of a file that is gone or shorter its readers learn by themselves.
+    with contextlib.suppress(OSError, ValueError):
+        for number, (crc, right) in enumerate(zip(_checksums(file.path), expected, strict=True)):
+            if crc != right:
+                place = f"the {_CHECKED_BYTES >> 20} MiB from byte {number * _CHECKED_BYTES}"
+                file.fault = (
+                    f"{file.path}: {place} are not what was written there. The next start makes the cache "
+                    "again; if it happens often, check that disk or set data.cache_dir"
+                )
+                meta.unlink(missing_ok=True)
+                return
+            time.sleep(_IDLE_SHARE * (time.perf_counter() - begin_s))
+            begin_s = time.perf_counter()
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None:
@@ -92,6 +141,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, target: Path, log: Log) -> None
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
     vocab, end = tokenizer.vocab_size, tokenizer.end_of_document
+    # From the largest id: vocabularies may have gaps, so that a count of their entries is too small.
     dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
     rows: list[tuple[int, int, int]] = []
     content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
@@ -102,7 +152,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
             ids = tokenizer.encode_documents(texts)
             if end is not None:
                 ids = [np.append(document, end) for document in ids]
-            block = np.concatenate(ids).astype(dtype)
+            block = _narrowed(np.concatenate(ids), dtype, tokenizer)
             content.update(block.data)
             tokens.write(block.data)
             max_id = max(max_id, int(block.max(initial=0)))
@@ -123,13 +173,26 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
         "summary": corpus.summary,
         "tokenizer": tokenizer.fingerprint,
         "dtype": dtype.str,
+        "checksums": {name: list(_checksums(part / name)) for name in ("tokens.bin", "documents.npy")},
         "documents": len(rows),
         "tokens": int(table[:, 0].sum()),
         "max_id": max_id,
         "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
     }
-    (part / "meta.json").write_text(json.dumps(meta, indent=1))
+    (part / "meta.json").write_text(json.dumps(meta | {"digest": _digest_of(meta)}, indent=1))
     log(f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}")
+
+
+def _narrowed(ids: np.ndarray, dtype: np.dtype, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns ids as the cache holds them.
+    Raises ConfigError where one is outside the tokenizer's vocabulary: it might wrap."""
+    for extreme in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= extreme < tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer: it makes id {extreme}, outside its vocabulary of ids 0 to "
+                f"{tokenizer.vocab_size - 1} (fingerprint {tokenizer.fingerprint[:12]}); use another one."
+            )
+    return ids.astype(dtype)
 
 
 def _amount(rows: list[tuple[int, int, int]]) -> str:
