@@ -32,6 +32,11 @@ NOT_FAST = {
     "test_jaxlib_knows_the_gpu_flags", "test_what_python_prints_is_read_back",
     "test_init_does_not_depend_on_the_mesh", "test_the_fast_tests_are_most_of_the_unit_tests",
     "test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes",
+    "test_a_harmful_tokenizer_is_refused_before_it_is_used", "test_a_tokenizer_is_tried_out_once",
+    "test_a_tokenizer_that_fails_on_a_text_alone_is_named", "test_names_and_ids_that_are_not_utf8",
+    "test_a_vocabulary_with_gaps_has_the_size_of_its_largest_id",
+    "test_ids_that_no_batch_can_hold_are_refused",
+    "test_bpe_is_trained_once_saved_and_ends_documents",
 }  # fmt: skip
 
 

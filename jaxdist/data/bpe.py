@@ -1,15 +1,36 @@
-"""Byte-level BPE through the `tokenizers` package (extra `text`); load it with `extras.load`."""
+"""Tokenizers of the `tokenizers` package (extra `text`); load it with `extras.load`.
 
+A tokenizer.json is a program: its patterns may backtrack for hours, its replacements fill the memory, and
+what the package does not expect ends in a panic. A file is therefore tried out first, in a process with
+limits; `python -m jaxdist.data.bpe` is that process.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import ConfigError
+from jaxdist.data.sources import one_line
+from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import read_bytes
 
+_TRIAL_S = 4  # of processor time to try a file out, and as much per 10 MB; Gemma's has 33 MB
+_TRIAL_BYTES = 1 << 30  # of memory
+_TRIAL_TIMEOUT_S = 300  # by the clock, on a machine that does other things too
+_MAX_ID = np.iinfo(np.int32).max  # what batches hold
 # Names under which published vocabularies hold the end of a document; the first one present wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
 # More text than this hardly changes the merges of vocabularies up to 64k; it bounds the time.
@@ -20,39 +41,132 @@ class BpeTokenizer:
     """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to nothing."""
 
     def __init__(self, content: str):
+        """Raises ConfigError where `content` is no tokenizer.json."""
         self.content: str | None = content
+        with _failures("not a tokenizer.json that `tokenizers` reads"):
+            self._open(content)
+
+    def _open(self, content: str) -> None:
         self._tokenizer = Tokenizer.from_str(content)
         # A document that spells "<|endoftext|>" holds these characters, not the end of a document.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
         end_tokens = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
         self.end_of_document: int | None = next((i for i in end_tokens if i is not None), None)
         before = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         self.begin_of_document: int | None = next((i for i in before if i != self.end_of_document), None)
+        ids = (*self._tokenizer.get_vocab(with_added_tokens=True).values(), *before)
+        self.vocab_size = max(ids, default=-1) + 1
+        if not 1 <= self.vocab_size <= _MAX_ID:
+            raise ConfigError(f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}")
         self.fingerprint = digest(self._tokenizer.to_str())
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _failures("the tokenizer (data.tokenizer) cannot decode ids"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def load(path: Path) -> BpeTokenizer:
-    """Returns the tokenizer of a tokenizer.json file.
-    Raises ConfigError where the file is no such thing."""
+@contextlib.contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Raises ConfigError where the package fails in the body."""
     try:
-        return BpeTokenizer(path.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ConfigError(
-            f"data.tokenizer={path}: not a tokenizer.json that `tokenizers` reads: {error}"
-        ) from error
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    except BaseException as error:  # it raises bare Exception, and PanicException, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {one_line(error)}") from error
+
+
+def load(path: Path, cache: Path | None = None) -> BpeTokenizer:
+    """Returns the tokenizer of a tokenizer.json file, after a trial.
+
+    Args:
+      cache: folder that remembers files that passed; None: the file is tried out in any case.
+
+    Raises:
+      ConfigError: the file is no such thing, or fails or takes too long.
+    """
+    try:
+        data = read_bytes(path)
+        content = data.decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer={path}: {one_line(error)}") from error
+    passed = cache and cache / f"tokenizer-{digest(tokenizers.__version__, content)[:32]}.passed"
+    try:
+        if not (passed and passed.is_file()):
+            _try_out(data)
+            with contextlib.suppress(OSError):  # then it is tried out again
+                if passed:
+                    passed.parent.mkdir(parents=True, exist_ok=True)
+                    atomic.write_text(passed, "")
+        return BpeTokenizer(content)
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer={path}: {error}") from error
+
+
+# --- The trial ------------------------------------------------------------------------------------
+
+
+def _try_out(content: bytes) -> None:
+    """Loads a tokenizer.json and encodes texts with it, in a process with limits.
+
+    Raises:
+      ConfigError: that failed, or took too long.
+    """
+    variables = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8:replace"}
+    command, limit_s = [sys.executable, "-P", "-m", "jaxdist.data.bpe"], _TRIAL_TIMEOUT_S
+    try:
+        done = subprocess.run(
+            command, input=content, capture_output=True, env=os.environ | variables, timeout=limit_s
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"it could not be tried out ({one_line(error)})") from error
+    if not done.returncode:
+        return
+    said = one_line(done.stdout.decode("utf-8", "replace"))
+    if done.returncode == -signal.SIGXCPU:
+        said = f"it takes more than {_TRIAL_S} s for short texts: a pattern backtracks without end"
+    elif not said:  # ended by the package
+        said = f"trying it out ended with status {done.returncode}: it needs too much memory, or is damaged"
+    raise ConfigError(f"{said}; use another tokenizer.json")
+
+
+def _trial() -> None:
+    """Loads the tokenizer.json that stdin has and encodes texts; prints why it fails."""
+    content = sys.stdin.buffer.read()
+    limit_s = _TRIAL_S + _TRIAL_S * len(content) // 10_000_000
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
+    resource.setrlimit(resource.RLIMIT_DATA, (_TRIAL_BYTES, _TRIAL_BYTES))
+    try:
+        tokenizer = BpeTokenizer(content.decode())
+        for ids in tokenizer.encode_documents(list(_trial_texts(content.decode()))):
+            tokenizer.decode(ids)
+    except ConfigError as error:
+        print(error)
+        raise SystemExit(1) from None
+
+
+def _trial_texts(content: str) -> Iterator[str]:
+    """Yields short texts on which patterns backtrack: runs of each character that a pattern names."""
+    patterns = re.findall(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")', content)
+    letters = "".join(dict.fromkeys("".join(json.loads(pattern) for pattern in patterns)))[:100]
+    for run in (*dict.fromkeys("aA0 \n'.-_é中" + letters), letters, "ab ", "a1", letters[::-1]):
+        for length in (30, 2000):
+            yield (run * length)[:length]
+            yield (run * length)[:length] + "\x01"
 
 
 def train(texts: Sequence[Iterable[str]], size: int) -> str:
@@ -81,3 +195,7 @@ def _capped(texts: Iterable[str], left: int) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
+
+
+if __name__ == "__main__":
+    _trial()

@@ -136,8 +136,11 @@ class Dataset:
             place = f"{split} sample {indices[0]}"
             raise SourceError(f"data source {self.name} ended or failed at {place}: {error}") from error
         if self._unscanned:
-            largest = max(int(batch["tokens"].max()), int(batch["targets"].max()))
-            if fault := _id_fault(self.name, largest, self._vocab_size):
+            ids = batch["tokens"], batch["targets"]
+            if (smallest := min(int(x.min()) for x in ids)) < 0:
+                place = f"among {split} samples {indices[0]} to {indices[-1]}"
+                raise SourceError(f"data source {self.name}: token id {smallest} {place}; required 0 or more")
+            if fault := _id_fault(self.name, max(int(x.max()) for x in ids), self._vocab_size):
                 raise SourceError(fault)
         return batch | {"sample": (indices & SAMPLE_MASK).astype(np.int32)}
 
@@ -317,7 +320,7 @@ def _open_tokenizer(
                 bpe = extras.load(tokenizer.BPE, extra="text")
                 atomic.write_text(target, bpe.train(documents, size))
         name = str(target)
-    encoder = tokenizer.load_tokenizer(name, folder=folder)
+    encoder = tokenizer.load_tokenizer(name, folder=folder, cache=config.cache_folder())
     if file and not kept and encoder.content is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(file, encoder.content)

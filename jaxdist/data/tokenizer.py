@@ -6,6 +6,8 @@ tokenizer.json files go through the optional `tokenizers` package (bpe.py); they
 end-of-document id where the vocabulary holds one.
 """
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.data.sources import expanded
 
 TOKENIZER_FILE = "tokenizer.json"
 BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
@@ -22,7 +25,7 @@ BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
 class Tokenizer(Protocol):
     """What the package needs of a tokenizer."""
 
-    vocab_size: int  # ids are below it
+    vocab_size: int  # largest id + 1: ids may have gaps, so that this is not their count
     end_of_document: int | None  # id appended to every document, if the vocabulary has one
     begin_of_document: int | None  # id that its file puts before a text: published models expect it
     fingerprint: str  # equal exactly when encoding is equal
@@ -58,42 +61,45 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
 
-def load_tokenizer(name: str, *, folder: Path | None = None) -> Tokenizer:
+def load_tokenizer(name: str, *, folder: Path | None = None, cache: Path | None = None) -> Tokenizer:
     """Returns a tokenizer that needs no training, for commands that have no corpus at hand.
 
     Args:
       name: `data.tokenizer`.
       folder: where a run saved its tokenizer.json (its workdir); it wins over a path in `name`.
+      cache: folder that remembers which files were tried out; None: each is, which takes half a second.
 
     Raises:
-      ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file is missing.
+      ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file is missing, is no
+        tokenizer.json, or fails or takes too long on short texts.
       ImportError: naming the extra, where `tokenizers` is not installed.
     """
     if name == "bytes":
         return ByteTokenizer()
     size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
     if saved and saved.is_file():
-        return extras.load(BPE, extra="text").load(saved)
+        return extras.load(BPE, extra="text").load(saved, cache)
     if size:
         raise ConfigError(
             f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. It is saved "
             "by the run that trains it; set data.tokenizer to the path of that file."
         )
-    path = Path(name).expanduser()
-    path = path / TOKENIZER_FILE if path.is_dir() else path
-    if not path.is_file():
+    path = expanded(name)
+    with contextlib.suppress(OSError):  # a name that is too long
+        path = path / TOKENIZER_FILE if path.is_dir() else path
+    if not os.path.isfile(path):
         raise ConfigError(
             f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a tokenizer.json; "
             f"{path} is not a file."
         )
-    return extras.load(BPE, extra="text").load(path)
+    return extras.load(BPE, extra="text").load(path, cache)
 
 
 def bpe_size(name: str) -> int | None:
     """Returns SIZE of `bpe:SIZE`, None for any other tokenizer name.
-    Raises ConfigError where SIZE is not a number from 257 up (256 bytes and the end of a document)."""
+    Raises ConfigError where SIZE is not a number from 257 (256 bytes and the end of a document) to 10^9."""
     if not name.startswith("bpe:"):
         return None
-    if not re.fullmatch(r"\d+", name[4:]) or int(name[4:]) < 257:
-        raise ConfigError(f"data.tokenizer={name}: required bpe:SIZE with SIZE >= 257.")
+    if not re.fullmatch(r"\d{3,9}", name[4:]) or int(name[4:]) < 257:
+        raise ConfigError(f"data.tokenizer={name}: required bpe:SIZE with SIZE >= 257 and < 10^9.")
     return int(name[4:])

@@ -166,12 +166,12 @@ class TrainedRun:
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
                 f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json"
             )
-        tokenizer = load_tokenizer(data.tokenizer, folder=self.folder)
+        tokenizer = load_tokenizer(data.tokenizer, folder=self.folder, cache=data.cache_folder())
         vocab_size = self.config.vocab_size
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer {data.tokenizer} has {tokenizer.vocab_size} ids, model.vocab_size is "
-                f"{vocab_size}; put the model's tokenizer.json into {self.folder}"
+                f"the tokenizer {data.tokenizer} has ids up to {tokenizer.vocab_size - 1}, model.vocab_size "
+                f"is {vocab_size}; put the model's tokenizer.json into {self.folder}"
             )
         return tokenizer
 
