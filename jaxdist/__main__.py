@@ -1,6 +1,5 @@
 """The command `jaxdist NAME ...`: exactly `python -m jaxdist.NAME ...`."""
 
-import os
 import runpy
 import sys
 
@@ -41,8 +40,6 @@ def main() -> None:
         sys.exit(config.EXIT_CONFIG)
     else:
         del sys.argv[1]
-        if not sys.flags.safe_path and os.getcwd() not in sys.path:  # as with -m: models may lie here
-            sys.path.insert(0, os.getcwd())
         runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
 
 

@@ -22,7 +22,7 @@ from jaxdist.interop import peft
 from jaxdist.models import lora, registry
 from jaxdist.step.state import State
 from jaxdist.storage import atomic
-from jaxdist.trainer import build, cli, run_config, validation, workdir
+from jaxdist.trainer import build, cli, config_json, run_config, validation, workdir
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
 
@@ -43,11 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
-    config, kept = workdir.read_config(flags.source), flags.source / interop.KEPT
+    stored, kept = config_json.read(flags.source / workdir.CONFIG), flags.source / interop.KEPT
+    if (model := config_json.target_of(stored)) != registry.DEFAULT_TARGET:
+        raise ConfigError(f"model.target={model!r}: required {registry.DEFAULT_TARGET}")
+    config = config_json.resolve(stored, flags.source)
     if flags.adapters and not config.lora.rank:
         raise ConfigError(f"--adapters: {flags.source} was trained without adapters; leave the flag out")
-    if config.model["target"] != registry.DEFAULT_TARGET:
-        raise ConfigError(f"model.target={config.model['target']}: required {registry.DEFAULT_TARGET}")
     origin: dict[str, Any] = interop.read_config(kept) if kept.is_dir() else {}
     if not origin and config.model["positions"] == "rotary":
         origin["max_position_embeddings"] = config.batch.sequence_length

@@ -25,6 +25,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(ge=0, lt=1)]
+Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 # A kind of limit -> its attribute, whether (value, limit) conform, and the limit in words.
 _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
@@ -101,9 +102,14 @@ def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
         conforms = isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     else:
         conforms = kind in (Any, object) or isinstance(value, kind)
-    if not conforms:
-        raise ValueError(f"{value!r} is no {describe(annotation)}")
+    if not conforms or kind is not float and is_too_large(value):
+        raise ValueError(f"it is no {describe(annotation)}")
     return kind(value) if kind in _NUMBERS else value
+
+
+def is_too_large(value: object) -> bool:
+    """Returns whether a value is an integer that no array holds."""
+    return isinstance(value, numbers.Integral) and not -(2**63) <= int(value) < 2**63
 
 
 def _element_types(args: tuple, value: Collection) -> tuple:
@@ -127,7 +133,7 @@ def _first(candidates: Iterable[tuple[object, object]], check_range: bool = Fals
 
 def _readings(text: str) -> Iterator[object]:
     """Yields what text may stand for, the most specific first; the field's type chooses."""
-    yield (literal := _literal(text))
+    yield (value := literal(text))
     yield _WORDS.get(text.lower(), text)
     try:
         number = float(text)
@@ -137,15 +143,16 @@ def _readings(text: str) -> Iterator[object]:
         pass
     yield text
     parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
-    yield (literal,)
-    yield tuple(_literal(part) for part in parts)
+    yield (value,)
+    yield tuple(literal(part) for part in parts)
     yield tuple(parts)
 
 
-def _literal(text: str) -> object:
+def literal(text: str) -> object:
+    """Returns what a Python literal stands for; else the text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two of deep nesting
         return text
 
 

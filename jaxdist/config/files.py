@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 import types
@@ -55,13 +56,18 @@ def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
 def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
     name, colon, argument = spec.partition(":")
     chosen = argument if colon else None
-    if Path(name).is_file():
+    if os.path.isfile(name):  # false for what is too long for a path, too
+        if Path(name).suffix != ".py":
+            raise ConfigError(f"--config={spec}: must be a .py or .json file, or a packaged name.")
         return Path(name).resolve(), chosen
     packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
     stem = name.removesuffix(".py").replace("-", "_")
     if stem in packaged:
         return packaged[stem], chosen
-    if "/" in name or name.endswith(".py"):
+    if os.path.isdir(name):
+        inside = "its config.json" if (Path(name) / "config.json").is_file() else "a .py or .json file"
+        raise ConfigError(f"--config={spec}: is a folder; give {inside}.")
+    if "/" in name or name.endswith((".py", ".json")):
         raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
     known = ", ".join(sorted(packaged)) or "(none)"
     hint = suggest(stem, packaged)

@@ -142,8 +142,19 @@ def _wrong(field: Field, value: object, more: str = "") -> str:
     hint = suggest(value, choices) if isinstance(value, str) else ""
     plain = isinstance(field.type, type)  # "int" says enough
     meaning = "" if plain or hint or not field.doc else f" Meaning: {field.doc}."
-    required = annotations.describe(field.type) + more
-    return f"{field.path}: got {value!r}, required {required}.{hint}{meaning}"
+    number = annotations.literal(value) if isinstance(value, str) else value
+    required = annotations.describe(field.type)
+    more += " of 64 bits" * ("int" in required and annotations.is_too_large(number))
+    return f"{field.path}: got {_shown(value)}, required {required}{more}.{hint}{meaning}"
+
+
+def _shown(value: object) -> str:
+    """Returns a value for a message, cut off where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "an integer of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text):,} characters)"
 
 
 def faults(config: Any, prefix: str = "") -> list[str]:

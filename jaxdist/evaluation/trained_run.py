@@ -72,6 +72,8 @@ def load_run(
     mesh: MeshConfig | None = None,
     devices: Sequence[jax.Device] | None = None,
     log: Callable[[str], None] = print,
+    target: str | None = None,
+    trust_code: bool | None = None,
 ) -> TrainedRun:
     """Returns the run of a workdir with the weights of `step`, or of the newest usable checkpoint.
 
@@ -79,13 +81,16 @@ def load_run(
       mesh: default: the run's own where it fits the devices, else all as fsdp, else all as data.
       devices: default: all.
       log: receives a line per event.
+      target: the model.target that the run must have; its code is then trusted.
+      trust_code: whether to import the model's module because the run's config names it. None: only one
+        of jaxdist's, or one that is imported already.
 
     Raises:
-      ConfigError: no run there, or a mesh that is not legal.
+      ConfigError: no run there, a model whose code is not trusted, or a mesh that is not legal.
       CheckpointError: no usable checkpoint.
     """
     folder = Path(folder)
-    config = workdir.read_config(folder)
+    config = workdir.read_config(folder, named=target, trust_code=trust_code)
     devices = list(jax.devices() if devices is None else devices)
     config, rules, spec = _fitted(config, devices, mesh)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)

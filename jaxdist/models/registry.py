@@ -1,8 +1,9 @@
-"""From `model.target` to a model: which class, which fields, how to build it."""
+"""From `model.target` to a model: whose code it is, which class, which fields, how to build it."""
 
 import dataclasses
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,9 +21,9 @@ MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}  
 
 
 def is_installed(target: str) -> bool:
-    """Returns whether a target's code is part of this package, so that naming it runs no other code."""
-    module = target.partition(":")[0]
-    return module.startswith("jaxdist.") and not module.endswith(".py") and "/" not in module
+    """Returns whether a target is of this package, which is imported, so that none can stand before it."""
+    module_name = target.rpartition(":")[0]
+    return not _is_file(module_name) and module_name.partition(".")[0] == __name__.partition(".")[0]
 
 
 class UserModel(nnx.Module):
@@ -37,18 +38,113 @@ class UserModel(nnx.Module):
 USER_TARGET = f"{__name__}:{UserModel.__name__}"
 
 
+def check_stored_target(
+    target: str, folder: Path, *, named: str | None = None, trust_code: bool | None = False
+) -> None:
+    """Refuses to execute code because a file in `folder` names it: that may be somebody else's.
+
+    A class of this package is fine. Any other must be `named` by the user, too, or be trusted by
+    `trust_code` (None: if its module is imported already); a file below `folder` is never executed.
+
+    Raises:
+      ConfigError: it is none of these; nothing was imported.
+    """
+    module_name, _ = _split(target)
+    if is_installed(target) or trust_code is None and _known_as(module_name) in sys.modules:
+        return
+    refuse_inside(target, folder)
+    if not trust_code and (named is None or _canonical(target) != _canonical(named)):
+        here = f" (here: {named!r})" if named else ""
+        raise ConfigError(
+            f"{folder} has model.target={target!r}{here}. It is not of jaxdist, and not executed unasked; if "
+            f"you trust it, add --config.model.target={target!r}, or --trust-code (load_run: trust_code)"
+        )
+
+
+def refuse_inside(target: str, folder: Path) -> None:
+    """Raises ConfigError if to import the target is to execute a file below a run's folder."""
+    module_name, _ = _split(target)
+    if is_installed(target):
+        return
+    above = {os.path.abspath(folder), os.path.realpath(folder)}
+    for file in _files_of(module_name):
+        places = {Path(os.path.abspath(file)), Path(os.path.realpath(file))}
+        if any(place.is_relative_to(run) for place in places for run in above):
+            raise ConfigError(
+                f"model.target={target!r}: {file} lies in the run's folder {folder}, whose files are never "
+                f"executed; copy it elsewhere, read it, and name the copy: --config.model.target=..."
+            )
+
+
+def _split(target: str) -> tuple[str, str]:
+    """Returns the module, or file, and the class of a target.
+
+    Raises:
+      ConfigError: it is not of that form.
+    """
+    module_name, _, class_name = target.rpartition(":")
+    is_module = all(part.isidentifier() for part in module_name.split("."))
+    if not class_name.isidentifier() or not (is_module or _is_file(module_name)) or "\0" in target:
+        raise ConfigError(f"model.target={target!r}: must be package.module:Class or path/of/file.py:Class")
+    return module_name, class_name
+
+
+def _is_file(module_name: str) -> bool:
+    return module_name.endswith(".py")
+
+
+def _canonical(target: str) -> str:
+    """Returns the target with a file as its whole path: one text for each spelling."""
+    module_name, class_name = _split(target)
+    return f"{_whole(module_name) if _is_file(module_name) else module_name}:{class_name}"
+
+
+def _whole(file: str) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(file)))
+
+
+def _files_of(module_name: str) -> Iterator[Path]:
+    """Yields the files that the import of a module executes, found without executing any."""
+    if _is_file(module_name):
+        yield Path(os.path.expanduser(module_name))
+        return
+    _look_here()
+    name, path = "", None
+    for part in module_name.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        finders = [find for finder in sys.meta_path if (find := getattr(finder, "find_spec", None))]
+        spec = next((spec for find in finders if (spec := find(name, path))), None)
+        if spec is None:
+            return
+        if spec.has_location and spec.origin:
+            yield Path(spec.origin)
+        inside = spec.submodule_search_locations
+        path = getattr(inside, "_path", inside)  # of a namespace: it would look for its parent's module
+
+
+def _look_here() -> None:
+    """Lets imports look into the current folder, too, as `python -m` does, but after all others.
+
+    Only for a model: on the path from the start, a file `numpy.py` there would run in any command.
+    """
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
 def find_model(target: str) -> type[nnx.Module]:
-    """Returns the class that `package.module:Class` or `path/of/file.py:Class` names.
+    """Returns the class that `package.module:Class` or `path/of/file.py:Class` names; executes its module.
+
+    Of a target that a file names, ask `check_stored_target` before.
 
     Raises:
       ConfigError: no such module or class, or it is not an nnx.Module.
     """
-    module_name, _, class_name = target.rpartition(":")
-    if not module_name or not class_name:
-        raise ConfigError(f"model.target={target!r}: must be package.module:Class or path/of/file.py:Class")
+    module_name, class_name = _split(target)
+    by_path = _is_file(module_name)
     try:
-        by_path = module_name.endswith(".py")
-        module = _module_of(Path(module_name)) if by_path else importlib.import_module(module_name)
+        if not (by_path or is_installed(target)):
+            _look_here()
+        module = _module_of(module_name) if by_path else importlib.import_module(module_name)
     except (ImportError, OSError) as error:
         hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
         raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
@@ -62,10 +158,18 @@ def find_model(target: str) -> type[nnx.Module]:
     return model
 
 
-def _module_of(file: Path) -> ModuleType:
+def _known_as(module_name: str) -> str:
+    """Returns the key of a module in sys.modules; that of a file holds its whole path's digest."""
+    return (
+        f"{Path(module_name).stem}_{digest(_whole(module_name))[:8]}"
+        if _is_file(module_name)
+        else module_name
+    )
+
+
+def _module_of(file: str) -> ModuleType:
     """Returns the module in a file, executed once; as with `python FILE`, it finds those beside it."""
-    path = file.expanduser().resolve()
-    name = f"{path.stem}_{digest(path)[:8]}"
+    path, name = _whole(file), _known_as(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)

@@ -17,6 +17,8 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, pipeline_report, validation
 from jaxdist.trainer.run_config import RunConfig
 
+MOST_EMULATED = 2**14  # devices; each takes threads and memory
+
 
 def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print) -> None:
     """Says what a run on these devices would do and need; compiles its step, allocates nothing.
@@ -96,9 +98,17 @@ def missing_devices(mesh: MeshConfig, environ: Mapping[str, str]) -> int | None:
     """Returns how many CPU devices a dry run should emulate, or None to take what there is.
 
     Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
+
+    Raises:
+      ConfigError: they are more than a machine emulates.
     """
     said = "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", "")
     if said or platform_flags.detect_platform(environ) != "cpu":
         return None
     needed = math.prod(max(getattr(mesh, axis), 1) for axis in AXES)
+    if needed > MOST_EMULATED:
+        raise ConfigError(
+            f"mesh: --dry-run would emulate {needed} devices, at most {MOST_EMULATED}; make it smaller, or "
+            f"ask `jaxdist plan --on` a real target"
+        )
     return needed if needed > 1 else None

@@ -12,9 +12,16 @@ from jaxdist.telemetry.metrics import METRICS_FILE, MetricsWriter
 
 
 def default_workdir(config: str) -> str:
-    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument."""
+    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument.
+
+    A run's config.json has the name of the run's folder.
+    """
     name, _, argument = config.partition(":")
-    parts = [Path(name).stem, re.sub(r"[^\w.]+", "-", argument).strip("-")]
+    file = Path(name)
+    parts = [
+        file.absolute().parent.name if file.name == "config.json" else file.stem,
+        re.sub(r"[^\w.]+", "-", argument).strip("-"),
+    ]
     return "runs/" + "-".join(filter(None, parts))
 
 

@@ -217,7 +217,9 @@ def _limit_traces(function: Callable, most: int) -> Callable:
 
 
 def _key(seed: int, purpose: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), purpose)
+    high, low = divmod(seed, 2**32)
+    key = jax.random.key(low)  # without 64-bit types, jax would leave the upper half out
+    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)
 
 
 # --- shardings ------------------------------------------------------------------------------------

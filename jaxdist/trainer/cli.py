@@ -1,6 +1,7 @@
 """The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and exit codes."""
 
 import argparse
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError, Parser, files, schema, suggest
@@ -16,7 +18,7 @@ from jaxdist.distributed import initialize
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
-from jaxdist.trainer import pretrained, workdir
+from jaxdist.trainer import config_json, pretrained, workdir
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
 
 
@@ -27,6 +29,7 @@ class ConfigParser(Parser):
         super().__init__(prog=f"jaxdist {name}", description=description, add_help=False)
         self.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
         self.add_argument("--config", help="packaged name or path, with optional :argument")
+        _add_trust(self)
 
 
 def parse(
@@ -53,9 +56,11 @@ def parse(
         if flags.help:
             raise SystemExit(0)
         raise ConfigError("--config is missing: name one, e.g. --config quickstart")
-    config = files.load(flags.config, folders=files.packaged_folders())
+    config = _load(flags, overrides.get("model.target"))
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
+    if hasattr(flags, "workdir"):
+        registry.refuse_inside(target, _workdir(flags))
     if target != configured:  # the other overrides are checked against its fields
         with config.unlocked():
             config.model = model_defaults(target)
@@ -71,7 +76,7 @@ def parse(
         raise ConfigError(faults)
     init = schema.flatten(config)
     if init.get("init.from_huggingface") or init.get("init.from_run"):
-        pretrained.apply_source(config, overrides, _config_in_workdir(flags))
+        pretrained.apply_source(config, overrides, _config_in_workdir(flags, target))
     return flags, from_config(config)
 
 
@@ -92,12 +97,32 @@ def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
     return overrides, rest, faults
 
 
-def _config_in_workdir(flags: argparse.Namespace) -> RunConfig | None:
+def _load(flags: argparse.Namespace, target: str | None) -> ConfigDict:
+    """Returns the config that --config names: a Python file's, or that of a run's config.json."""
+    name, colon, argument = flags.config.partition(":")
+    if not (name.endswith(".json") and os.path.isfile(name)):
+        return files.load(flags.config, folders=files.packaged_folders())
+    if colon:
+        raise ConfigError(f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'.")
+    stored = config_json.read(Path(name))
+    run = config_json.resolve(stored, Path(name).parent, named=target, trust_code=flags.trust_code)
+    return schema.to_config_dict(run)
+
+
+def _workdir(flags: argparse.Namespace) -> Path:
+    return Path(flags.workdir or default_workdir(flags.config))
+
+
+def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | None:
     """Returns the config of the run that lies in a command's workdir, if it has one."""
-    if not hasattr(flags, "workdir"):
+    if not hasattr(flags, "workdir") or not ((folder := _workdir(flags)) / workdir.CONFIG).is_file():
         return None
-    folder = Path(flags.workdir or default_workdir(flags.config))
-    return workdir.read_config(folder) if (folder / workdir.CONFIG).is_file() else None
+    return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    trusted = "execute the model code that a stored config names (docs/security.md)"
+    parser.add_argument("--trust-code", action="store_true", help=trusted)
 
 
 class WorkdirParser(Parser):
@@ -108,6 +133,9 @@ class WorkdirParser(Parser):
         self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
         self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
         self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
+        named = "of the run, if its model is your own: trusts this code alone"
+        self.add_argument("--config.model.target", dest="target", metavar="TARGET", help=named)
+        _add_trust(self)
 
 
 def run_options(flags: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +152,8 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
         axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in sizes.items()}
         mesh = schema.from_config_dict(MeshConfig, axes)
     _print_error(initialize.prepare())
-    return {"folder": flags.workdir, "step": flags.step, "mesh": mesh, "log": _print_error}
+    trust = {"target": flags.target, "trust_code": flags.trust_code}
+    return {"folder": flags.workdir, "step": flags.step, "mesh": mesh, "log": _print_error, **trust}
 
 
 def _print_error(line: str | None) -> None:

@@ -27,7 +27,7 @@ from jaxdist.models import registry
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import untrusted
-from jaxdist.trainer import workdir
+from jaxdist.trainer import config_json, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 
 Parameters = dict[str, jax.ShapeDtypeStruct]
@@ -88,7 +88,7 @@ class Source:
                 stored = untrusted.read_json(self.workdir / workdir.CONFIG, dict)
             except (OSError, untrusted.Malformed) as error:
                 raise ConfigError(f"{self.workdir / workdir.CONFIG} is damaged ({error})") from error
-        config = workdir.tupled(stored if isinstance(stored, dict) else {})
+        config = config_json.tupled(stored if isinstance(stored, dict) else {})
         model = config["model"] = _group(config, "model")
         if (target := model.get("target")) in registry.MOVED:
             model["target"] = registry.MOVED[target]

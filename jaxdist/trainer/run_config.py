@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import schema
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, Share
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
@@ -77,7 +77,7 @@ class InitConfig:
 class RunConfig:
     """A run, resolved. `model` holds the options of `model.target`'s class."""
 
-    seed: int = 0  # of everything random: init, data order, dropout
+    seed: Seed = 0  # of everything random: init, data order, dropout
     train: TrainConfig = field(default_factory=TrainConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -1,5 +1,6 @@
 """The rules between a run's components: all faults at once, before anything compiles."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -38,6 +39,8 @@ def validate(
     return checked
 
 
+LARGEST = 2**48  # elements: more than any machine has, few enough to count bytes in 64 bits
+_OF_64_BITS = ("seed", "data.validation_tokens")
 _examined: set[str] = set()  # what was found to be without fault
 
 
@@ -63,6 +66,7 @@ def validate_on(
     unbuildable = registry.option_faults(run.model_class, run.model_options)
     for part in ("lora", "optimizer"):  # their patterns choose parameters
         unbuildable += schema.faults(getattr(run, part), f"{part}.")
+    unbuildable += _size_faults(run)
     faults = list(dict.fromkeys([*faults, *unbuildable, *_faults(run)]))
     shape = None
     try:
@@ -72,6 +76,8 @@ def validate_on(
     if shape is None or unbuildable:
         raise ConfigError(faults)
     spec = run_build.model_spec(run, build)
+    if spec.parameter_count >= LARGEST:
+        raise ConfigError([*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"])
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
     rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
     misfits = list(_pipeline_faults(run, shape, spec))
@@ -118,6 +124,19 @@ def _faults(run: RunConfig) -> Iterator[str]:
     yield from warmup_faults(run.optimizer, train.steps)
     if run.lora.from_peft and not run.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
+
+
+def _size_faults(run: RunConfig) -> Iterator[str]:
+    """Yields what would overflow the integers of jax or of its compiler, which ends the process."""
+    flat = schema.flatten(schema.to_config_dict(run))
+    foreign = "model." if not run.model["target"].startswith("jaxdist.") else "-"  # what its options mean
+    counts = {p: n for p, n in flat.items() if type(n) is int and not p.startswith((*_OF_64_BITS, foreign))}
+    wrong = [path for path, n in counts.items() if abs(n) >= 2**31]
+    yield from (f"{path}: got {counts[path]}, required less than 2**31 = {2**31}; lower it" for path in wrong)
+    widest = max((path for path in counts if path.startswith("model.")), key=counts.__getitem__, default=None)
+    sizes = ["batch.global_size", "batch.sequence_length", *filter(None, [widest])]
+    if not wrong and math.prod(counts[path] for path in sizes) >= LARGEST:
+        yield f"{' x '.join(f'{path}={counts[path]}' for path in sizes)}: no array is so large; lower them"
 
 
 def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:

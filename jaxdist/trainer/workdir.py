@@ -24,11 +24,12 @@ from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import atomic, lock, untrusted
+from jaxdist.storage import atomic, lock
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
+from jaxdist.trainer import config_json
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
-from jaxdist.trainer.run_config import RunConfig, from_config, harmless_on_resume, run_fingerprint
+from jaxdist.trainer.run_config import RunConfig, harmless_on_resume, run_fingerprint
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
@@ -103,7 +104,8 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     """
     new, faults = schema.to_config_dict(run), []
     if (folder / CONFIG).exists():
-        old, checkpoints = read_config(folder), checkpoints_folder(folder, run)
+        old = read_config(folder, named=run.model["target"], trust_code=None)
+        checkpoints = checkpoints_folder(folder, run)
         if has_steps(checkpoints):
             faults = [
                 f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
@@ -136,32 +138,16 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
         )
 
 
-def read_config(folder: Path) -> RunConfig:
+def read_config(folder: Path, *, named: str | None = None, trust_code: bool | None = False) -> RunConfig:
     """Returns the config that a run was started with.
 
+    Args: as `registry.check_stored_target`.
+
     Raises:
-      ConfigError: the folder holds no run, or what is no config.
+      ConfigError: the folder holds no run, what is no config, or a model whose code is not trusted.
     """
-    try:
-        stored = tupled(untrusted.read_json(folder / CONFIG, dict))
-    except FileNotFoundError:
-        raise ConfigError(f"--workdir {folder}: no run there (no {CONFIG}); give a run's folder") from None
-    except untrusted.Malformed as error:
-        raise ConfigError(
-            f"{folder / CONFIG} is damaged ({error}); put it back, or delete it if --config is what it was"
-        ) from error
-    if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
-        model["target"] = registry.MOVED[model["target"]]
-    if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
-        pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
-    return from_config(stored)
-
-
-def tupled(value: Any) -> Any:
-    """Returns JSON with its lists as tuples, which is what configs hold."""
-    if isinstance(value, dict):
-        return {key: tupled(item) for key, item in value.items()}
-    return tuple(map(tupled, value)) if isinstance(value, list) else value
+    stored = config_json.read(folder / CONFIG)
+    return config_json.resolve(stored, folder, named=named, trust_code=trust_code)
 
 
 # --- run.json -------------------------------------------------------------------------------------

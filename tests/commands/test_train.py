@@ -106,6 +106,22 @@ CASES = {
     "warm-up": (["train.steps=50"], ["optimizer.warmup_steps", "<= train.steps = 50"]),
     "steps": (["train.steps=0", "optimizer.warmup_steps=0"], ["train.steps: got 0, required int >= 1"]),
     "no path": (["data.source=bin"], ["data.source=bin needs data.path; it is empty."]),
+    "seed": (["seed=-1"], ["seed: got -1, required int >= 0 and < 9223372036854775808"]),
+    "seed beyond 64 bits": ([f"seed={2**64}"], [f"seed: got '{2**64}', required int >= 0"]),
+    "huge": ([f"train.steps={10**30}"], [f"train.steps: got '{10**30}', required int >= 1 of 64 bits"]),
+    "thousands of digits": ([f"seed={'9' * 5000}"], ["seed: got '999", "(5,002 characters), required"]),
+    "deep": ([f"seed={'-' * 5000}1"], ["seed: got '---", "... (5,003 characters), required int"]),
+    "beyond an array": (["model.d_ff=4294967296"], ["model.d_ff: got 4294967296, required less than 2**31"]),
+    "steps beyond an array": (["train.steps=4294967296"], ["train.steps: got 4294967296, required less"]),
+    "product": (
+        ["batch.global_size=1073741824", "batch.sequence_length=65536"],
+        ["batch.global_size=1073741824 x batch.sequence_length=65536 x model.", "no array is so large"],
+    ),
+    "product of the model": (
+        ["model.d_model=1073741824", "model.d_ff=1073741824", "batch.sequence_length=8"],
+        ["parameters; lower its sizes"],
+    ),
+    "emulated": (["mesh.fsdp=1000000"], ["mesh"]),
     "model": (["model.target=jaxdist.models.transformer:Transfomer"], ["mean Transformer?"]),
     "model module": (["model.target=nowhere:Net"], ["model.target='nowhere:Net': cannot import"]),
 }  # fmt: skip
@@ -129,7 +145,8 @@ def test_several_faults_are_said_at_once(capsys):
     )
     assert faults == [
         "--workdirs=x: no such flag; Did you mean --workdir? --help lists them",
-        "seed: got 'x', required int.",
+        "seed: got 'x', required int >= 0 and < 9223372036854775808. Meaning: of everything random: "
+        "init, data order, dropout.",
         "tran.steps: no such field. Did you mean train.steps?",
     ]
     many = ["batch.global_size=12", "remat.policy=ful", "data.source=bin", "mesh.tensor=3"]

@@ -1,0 +1,244 @@
+"""Configs that lie in run folders: no code is executed because they name it; they are configs themselves."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import jaxdist
+from jaxdist import convert, evaluate, generate, plan, train
+from jaxdist.config import ConfigError, schema
+from jaxdist.models import registry
+from jaxdist.trainer import cli, config_json, run_config, workdir
+from support.paths import ROOT
+
+CODE = """from pathlib import Path
+from flax import nnx
+Path(__file__).with_suffix(".executed").touch()
+class Model(nnx.Module):
+    def __init__(self, width: int = 4, *, rngs):
+        self.weight = nnx.Param(rngs.params.normal((width,)))
+    def loss(self, batch, key):
+        return (self.weight[...] ** 2).mean()
+"""
+
+
+@pytest.fixture(name="code")
+def code_fixture(tmp_path, request):
+    """Returns a function that writes a model's file; it is forgotten at the end."""
+    modules, path = set(sys.modules), list(sys.path)
+
+    def write(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(CODE)
+        return file
+
+    yield write
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+def folder_with(folder, target, **model):
+    """Returns a run's folder that names the target, without checkpoints."""
+    config = run_config.default_config().to_dict() | {"model": {"target": target, **model}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def executed(file):
+    return file.with_suffix(".executed").exists()
+
+
+def code_and_error(capsys, main, *arguments):
+    capsys.readouterr()
+    code = cli.exit_code(lambda: main([str(argument) for argument in arguments]))
+    return code, capsys.readouterr().err
+
+
+COMMANDS = {
+    "generate": (generate.main, ["--workdir", "RUN", "--prompt", "x"]),
+    "evaluate": (evaluate.main, ["--workdir", "RUN"]),
+    "train": (train.main, ["--config", "quickstart", "--workdir", "RUN", "--config.init.from_huggingface=x"]),
+    "train, its config": (train.main, ["--config", "RUN/config.json", "--workdir", "OTHER"]),
+    "plan, its config": (plan.main, ["--config", "RUN/config.json", "--on", "cpu:1"]),
+}
+
+
+def words(name, run):
+    main, arguments = COMMANDS[name]
+    return main, [w.replace("RUN", str(run)).replace("OTHER", f"{run}_other") for w in arguments]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_executes_what_a_folder_names(name, code, tmp_path, capsys, monkeypatch):
+    file = code(tmp_path / "there" / "foreign_model.py")
+    for target in (f"{file}:Model", "foreign_model:Model"):
+        monkeypatch.syspath_prepend(file.parent)
+        main, arguments = words(name, folder_with(tmp_path / "run", target))
+        exit_code, error = code_and_error(capsys, main, *arguments)
+        assert exit_code == 78 and not executed(file)
+        assert f"--config.model.target={target!r}, or --trust-code" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--trust-code", "--config.model.target=TARGET"])
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_a_user_who_trusts_it_says_so(name, flag, code, tmp_path, capsys):
+    file = code(tmp_path / "there" / "my_model.py")
+    main, arguments = words(name, folder_with(tmp_path / "run", f"{file}:Model"))
+    flag = flag.replace("TARGET", f"{os.path.relpath(file)}:Model")  # another spelling of the same
+    assert code_and_error(capsys, main, *arguments, flag)[0] == 77  # as there are no checkpoints
+    assert executed(file)
+
+
+def test_trust_is_in_the_target_that_was_named_alone(code, tmp_path, capsys):
+    file, other = code(tmp_path / "there" / "a_model.py"), code(tmp_path / "there" / "b_model.py")
+    main, arguments = words("generate", folder_with(tmp_path / "run", f"{file}:Model"))
+    exit_code, error = code_and_error(capsys, main, *arguments, f"--config.model.target={other}:Model")
+    assert exit_code == 78 and not executed(file) and not executed(other)
+    assert f"(here: '{other}:Model')" in error
+
+
+@pytest.mark.parametrize("how", ["path", "module", "package", "link to it", "link from it", "above"])
+def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    file = code(run / "inside" / "model_in_run.py")
+    target = f"{file}:Model"
+    monkeypatch.chdir(run)
+    if how == "module":
+        monkeypatch.chdir(file.parent)
+        target = "model_in_run:Model"
+    elif how == "package":
+        target = "inside.model_in_run:Model"
+    elif how == "link to it":
+        (tmp_path / "outside.py").symlink_to(file)
+        target = f"{tmp_path}/outside.py:Model"
+    elif how == "link from it":
+        file.rename(tmp_path / "elsewhere.py")
+        file.symlink_to(tmp_path / "elsewhere.py")
+    elif how == "above":
+        (tmp_path / "alias").symlink_to(run)
+    folder = folder_with(tmp_path / "alias" if how == "above" else run, target)
+    for flag in ("--trust-code", f"--config.model.target={target}"):
+        main, arguments = words("generate", folder)
+        exit_code, error = code_and_error(capsys, main, *arguments, flag)
+        assert exit_code == 78 and "never executed; copy it elsewhere" in error
+    assert not list(tmp_path.rglob("*.executed"))
+    if how in ("path", "module", "package"):
+        again = ["--config", "vit_digits", f"--config.model.target={target}", "--workdir", run]
+        exit_code, error = code_and_error(capsys, train.main, *again)
+        assert exit_code == 78 and "never executed; copy it elsewhere" in error
+    assert not list(tmp_path.rglob("*.executed"))
+
+
+def test_convert_refuses_before_it_loads_anything(code, tmp_path, capsys):
+    file = code(tmp_path / "there" / "converted_model.py")
+    run = folder_with(tmp_path / "run", f"{file}:Model")
+    arguments = ["--from", run, "--to", tmp_path / "out", "--format", "huggingface"]
+    exit_code, error = code_and_error(capsys, convert.main, *arguments)
+    assert exit_code == 78 and not executed(file) and not (tmp_path / "out").exists()
+    assert f"model.target='{file}:Model': required {registry.DEFAULT_TARGET}" in error
+
+
+def test_a_library_call_trusts_what_is_imported(code, tmp_path):
+    file = code(tmp_path / "there" / "imported_model.py")
+    run, target = folder_with(tmp_path / "run", f"{file}:Model"), f"{file}:Model"
+    with pytest.raises(ConfigError, match="not executed unasked"):
+        jaxdist.load_run(run)
+    assert not executed(file)
+    assert workdir.read_config(run, trust_code=True).model["width"] == 4
+    assert executed(file)
+    assert workdir.read_config(run, trust_code=None).model["target"] == target
+    with pytest.raises(ConfigError, match="not executed unasked"):  # a command wants to be told
+        workdir.read_config(run)
+
+
+def test_a_resumed_run_with_another_model_says_so(code, tmp_path):
+    file = code(tmp_path / "there" / "before_model.py")
+    run = folder_with(tmp_path / "run", f"{file}:Model")
+    with pytest.raises(ConfigError, match=r"run has model.target='.*' \(here: 'jaxdist.models.transformer"):
+        workdir.check_resume_config(run, run_config.from_config(run_config.default_config()))
+    assert not executed(file)
+
+
+@pytest.mark.parametrize("command", [["report"], ["checkpoint", "list"], ["checkpoint", "verify"]])
+def test_other_commands_import_nothing(command, code, tmp_path):
+    file = code(tmp_path / "there" / "unread_model.py")
+    run = folder_with(tmp_path / "run", f"{file}:Model")
+    subprocess.run([sys.executable, "-m", "jaxdist", *command, str(run)], cwd=ROOT, capture_output=True)
+    assert not executed(file)
+
+
+def test_the_console_script_looks_here_for_a_model_alone(tmp_path):
+    """A file in the current folder, such as a downloaded run, stands in no module's place."""
+    (tmp_path / "colorsys.py").write_text("import pathlib\npathlib.Path('executed').touch()\n")
+    script = "import sys; sys.argv[0:] = ['jaxdist', 'report', 'none']; from jaxdist.__main__ import main\n"
+    script += "import atexit\ndef look():\n import colorsys\natexit.register(look)\nmain()"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", script]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [3, ["a"], "", ":", "a:", ".:Model", "..x:Model", "a b:Model", "a\0.py:Model", ".x:Model", "x.py:A b"],
+)
+def test_a_target_of_another_shape_is_one_line(target, tmp_path):
+    with pytest.raises(ConfigError, match="model.target") as raised:
+        workdir.read_config(folder_with(tmp_path / "run", target), trust_code=True)
+    assert len(raised.value.faults) == 1
+
+
+# --- as a config ------------------------------------------------------------------------------------
+
+
+def parsed(*arguments):
+    return cli.parse(train._parser(), [str(argument) for argument in arguments])
+
+
+def test_a_run_s_config_is_a_config(tmp_path):
+    values = run_config.default_config()
+    values.train.steps, values.optimizer.groups = 7, ()
+    run = run_config.from_config(values)
+    (tmp_path / "config.json").write_text(json.dumps(schema.to_config_dict(run).to_dict()))
+    assert parsed("--config", tmp_path / "config.json")[1] == run
+    assert parsed("--config", tmp_path / "config.json", "--config.train.steps=9")[1].train.steps == 9
+    stored = config_json.read(tmp_path / "config.json") | {"train": {"step": 3}}
+    shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="train.step: no such field. Did you mean train.steps"):
+        parsed("--config", tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="takes no argument"):
+        parsed("--config", f"{tmp_path}/other.json:tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("run", r"is a folder; give its config.json"),
+        ("empty", r"is a folder; give a \.py or \.json file"),
+        ("run/metrics.jsonl", r"must be a \.py or \.json file"),
+        ("run/none.json", "no such file"),
+    ],
+)
+def test_what_is_no_config_is_one_line(name, fault, tmp_path):
+    folder_with(tmp_path / "run", registry.DEFAULT_TARGET)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=fault):
+        parsed("--config", tmp_path / name)
+
+
+def test_a_run_s_config_means_that_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli._workdir(parsed_flags("runs/mine/config.json")) == workdir.Path("runs/mine")
+
+
+def parsed_flags(config):
+    return train._parser().parse_args(["--config", config])
