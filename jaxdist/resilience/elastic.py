@@ -132,4 +132,5 @@ def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
 
 
 def _starts(folder: Path) -> Sequence[dict[str, Any]]:
-    return [e for e in read_events(folder) if e["event"] == "start" and "devices" in e]
+    starts = (event for event in read_events(folder) if event["event"] == "start")
+    return [start for start in starts if isinstance(start.get("devices"), int) and start["devices"] > 0]

@@ -24,7 +24,7 @@ def read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error
-    if isinstance(model := stored.get("model"), dict) and model.get("target") in registry.MOVED:
+    if isinstance(model := stored.get("model"), dict) and str(model.get("target")) in registry.MOVED:
         model["target"] = registry.MOVED[model["target"]]
     if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
         pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage

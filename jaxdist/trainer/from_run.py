@@ -90,7 +90,7 @@ class Source:
                 raise ConfigError(f"{self.workdir / workdir.CONFIG} is damaged ({error})") from error
         config = config_json.tupled(stored if isinstance(stored, dict) else {})
         model = config["model"] = _group(config, "model")
-        if (target := model.get("target")) in registry.MOVED:
+        if (target := str(model.get("target"))) in registry.MOVED:
             model["target"] = registry.MOVED[target]
         return config
 

@@ -22,6 +22,7 @@ SLOW_INPUTS = int(os.environ.get("FUZZ_INPUTS", "20000"))
 TRICKS, EDITS = 7, 4  # of each reader, by default
 OF_DATA = (".bin", "megatron index", "megatron tokens", "npz", "jsonl", "jsonl.gz", "text", "packing")
 OF_DATA += ("token cache's meta.json", "token cache's table", "token cache's tokens", "tokenizer.json")
+COSTLY = "state"  # which restores a checkpoint for each input
 WALL_S = 60  # for an answer: the program itself limits a reader's processor time
 
 
@@ -83,9 +84,13 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
     readers = Readers(run)
     try:
         if inputs is None:
-            left = max(total - sum(readers.tricks.values()), 0) // len(readers.tricks)
+            left = max(total - sum(readers.tricks.values()), 0) // (len(readers.tricks) - 1)
             names = readers.tricks.items()
-            inputs = [(name, n) for name, known in names for n in range(-readers.places, known + left)]
+            inputs = [
+                (name, n)
+                for name, known in names
+                for n in range(-readers.places, known + (left if name != COSTLY else left // 10))
+            ]
         defects: dict[str, list] = collections.defaultdict(list)
         counts: collections.Counter = collections.Counter()
         slowest = 0.0

@@ -76,7 +76,7 @@ def readers(run: Path, work: Path) -> dict[str, Reader]:
 def _of_run(run: Path) -> dict[str, Reader]:
     def report(file: Path) -> object:
         ProgressReader(run).newest()
-        return [html.render([summary.read_run(run)] * number).encode() for number in (1, 2)]
+        return html.render([summary.read_run(run)] * 2).encode()
 
     def of_config(file: Path) -> object:
         report(file)
@@ -85,7 +85,8 @@ def _of_run(run: Path) -> dict[str, Reader]:
         return workdir.read_config(run)
 
     def events(file: Path) -> object:
-        return report(file), metrics.read_events(run)
+        sizes = elastic.full_devices({elastic.FULL_PROCESSES: "0"}, run, per_process=1)
+        return report(file), metrics.read_events(run), sizes
 
     def skipped(file: Path) -> object:
         dataset = object.__new__(SkippingDataset)
@@ -151,7 +152,15 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
         folder / str(step) / "metadata" / "metadata",
     )
     state = sorted(path for path in (folder / str(step) / "state").rglob("*") if path.is_file())
+
+    def source(file: Path) -> object:
+        config = run_config.default_config()
+        config.init.from_run = str(run)
+        pretrained.apply_source(config)
+        return run_config.from_config(config)
+
     return {
+        "from_run": Reader([metadata, run / "config.json"], JSON, source, reseal),
         "manifest": Reader([manifest_file], JSON, check),
         "forged manifest": Reader([manifest_file], JSON, check, forge),
         "metadata": Reader([metadata], JSON, check, reseal),

@@ -202,3 +202,10 @@ def test_the_default_config_is_a_run():
         schema.flatten(schema.to_config_dict(run)).keys()
         == run_config.full_schema(run_config.registry.DEFAULT_TARGET).keys()
     )
+
+
+@pytest.mark.parametrize("target", ["[]", "3", "null", '"/dev/null"'])
+def test_a_stored_target_that_is_no_name_is_refused(tmp_path, target):
+    (tmp_path / "config.json").write_text(f'{{"model": {{"target": {target}}}}}')
+    with pytest.raises(ConfigError, match="target"):
+        workdir.read_config(tmp_path)
