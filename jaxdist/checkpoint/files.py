@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
 from jaxdist.storage import atomic
 from jaxdist.storage.untrusted import Malformed, named, of_kind, read_json
 
@@ -36,12 +36,16 @@ MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
+LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
+_STEP = re.compile("0|[1-9][0-9]{0,9}")  # a folder of any other name is not ours
 # Only what Orbax leaves for steps of ours: a user's own files stay.
 _LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written; `steps` holds {step: reason} where several failed."""
+
+    exit_code = EXIT_NO_CHECKPOINT
 
     def __init__(self, message: str, steps: Mapping[int, str] | None = None):
         super().__init__(message)
@@ -151,8 +155,8 @@ def has_steps(folder: Path) -> bool:
 def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    names = [path.name for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(step for step in map(int, names) if step <= LAST_STEP)
 
 
 def _is_whole(path: Path) -> bool:

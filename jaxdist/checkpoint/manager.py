@@ -28,6 +28,7 @@ from jaxdist.distributed import coordination
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
+_MOST_TRIED = 64  # whole steps that a restore looks at
 _GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
 
 
@@ -268,10 +269,7 @@ class CheckpointManager:
         if not callable(abstract_state):
             _require_shardings(state_dict.to_canonical(abstract_state))
         self.wait()
-        if step is not None:
-            candidates = [step]
-        else:  # the newest 64, torn ones too, newest first; process 0 decides for all
-            candidates = coordination.broadcast(folders.all_steps(self.folder)[:-65:-1])
+        candidates = [step] if step is not None else coordination.broadcast(self._candidates())
         if not candidates:
             aside = folders.quarantine_folder(self.folder)
             hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
@@ -294,6 +292,12 @@ class CheckpointManager:
             f"put a good one back from a copy, or begin anew in another folder",
             failures,
         )
+
+    def _candidates(self) -> list[int]:
+        """Returns the newest whole steps and the torn ones between them, newest first."""
+        steps, whole = folders.all_steps(self.folder), folders.list_steps(self.folder)
+        oldest = whole[-_MOST_TRIED:][0] if whole else 0
+        return [step for step in reversed(steps) if step >= oldest]
 
     def _attempt(self, step: int, abstract_state: Any | Wanted, partial: bool) -> Restored:
         """Returns the state of `step`.

@@ -7,7 +7,8 @@ layout from the newest folder. Which steps exist and which are deleted is decide
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ _SPLIT_BYTES = 1 << 20
 
 # Orbax logs the error of its thread with a traceback, and raises it for us to report.
 logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+
+
+def _pass_over_late_writes(show: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns an unraisablehook without what TensorStore's threads say of a save that Orbax has given up."""
+    return lambda thrown: None if str(thrown.exc_value) == "Event loop is closed" else show(thrown)
+
+
+sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
 
 
 def _type_handlers() -> Any:

@@ -15,12 +15,19 @@ EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 class ConfigError(ValueError):
     """All faults of a configuration: one line each, with what is given, required, and to change."""
 
+    exit_code = EXIT_CONFIG
+
     def __init__(self, faults: str | Iterable[str]):
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
         super().__init__(self.faults)
 
     def __str__(self) -> str:
         return "\n".join(self.faults)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns what a process ends with for an error that nobody caught."""
+    return getattr(error, "exit_code", 1)
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,6 +4,8 @@ import importlib
 import types
 from importlib.util import find_spec
 
+from jaxdist.config import EXIT_CONFIG
+
 # The module to load -> the extra of pyproject.toml that brings it.
 EXTRAS = {
     "datasets": "hf",
@@ -21,6 +23,8 @@ EXTRAS = {
 
 class MissingExtra(ImportError):
     """An optional package is not installed; the text is the command that installs it."""
+
+    exit_code = EXIT_CONFIG
 
 
 def load(module: str, *, extra: str | None = None) -> types.ModuleType:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
-from jaxdist.interop.hf_reader import open_tensors
+from jaxdist.interop.hf_reader import all_finite, open_tensors
 from jaxdist.models.lora import LoraConfig
 from jaxdist.storage.untrusted import read_json
 
@@ -115,6 +115,7 @@ def read(folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes)
         for name, legal in _REQUIRED.items()
         if fields.get(name, legal[0]) not in legal
     ] + _scale_faults(fields)
+    faults += [f"{name} has NaN or infinite values" for name, x in tensors.items() if not all_finite(x)]
     adapters = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
     for name in () if faults else tensors:
         faults += _take(adapters, name, tensors, family, fields, config)

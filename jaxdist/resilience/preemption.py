@@ -17,11 +17,18 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT_PREEMPTED, ConfigError
+from jaxdist.config import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PEER_LOST,
+    EXIT_PREEMPTED,
+    ConfigError,
+    exit_code_of,
+)
 from jaxdist.distributed import coordination, initialize
 from jaxdist.resilience import stop_signals
 
@@ -44,12 +51,12 @@ class Preempted(Interrupted, SystemExit):
 class StopSignals:
     """While entered, signals only ask: the step under way is finished and saved, by all processes.
 
-    A user's own handler is called, too. A second SIGINT interrupts at once.
+    A user's own handler is called, too, also one that is set meanwhile. A second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:
         self.stopping = False  # whether `reached` has returned True
-        self._heard = self._interrupted = False
+        self._heard = self._interrupted = self._asking = self._told = False
         self._steps, self._stop_at = 0, math.inf  # calls of `reached`; the one to stop at
         self._lock, self._left = threading.Lock(), threading.Event()
         self._requests, self._answers = coordination.Board("stop"), coordination.Board("stop-at")
@@ -60,9 +67,11 @@ class StopSignals:
         PROCESS.must_leave = self._grouped
         # Compilers differ by minutes in their time, a collective waits half of one.
         coordination.barrier(timeout_s=3_600)
-        if threading.current_thread() is threading.main_thread():
+        if _is_main():
             for number in stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._ask)
+            PROCESS.run = self
+            _hear_signals()
         if self._grouped:
             self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
             self._thread.start()
@@ -71,6 +80,8 @@ class StopSignals:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             _leave_if_peer_lost(error)
+        if PROCESS.run is self:
+            PROCESS.run = None
         for number, handler in self._before.items():
             if handler is _before_the_run and (self.stopping or not PROCESS.is_script):
                 # The run is over: its last words are not cut short.
@@ -85,23 +96,43 @@ class StopSignals:
 
     def reached(self) -> bool:
         """Returns whether to stop after this step; each process calls it once a step, all get the same."""
+        self._take_back()
         with self._lock:
             self._steps += 1
             self.stopping = self._steps >= self._stop_at
         return self.stopping
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def hear(self, number: int) -> None:
+        """Asks to stop, for a signal to this process; from any thread."""
         PROCESS.must_leave |= number != signal.SIGINT
+        self._heard = True
+        if not self._grouped:
+            self._stop_at = 0
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self._asking:  # by a handler that calls the one it replaced
+            return
+        self.hear(number)
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-        self._heard = True
-        if not self._grouped:
-            self._stop_at = 0
-        before = self._before.get(number)
-        if callable(before) and before not in (signal.default_int_handler, _before_the_run):
-            before(number, frame)
+        self._asking = True
+        _call_own_handler(self._before.get(number), number, frame)
+        self._asking = False
+
+    def _take_back(self) -> None:
+        """Sets this handler again where another one was set since; that is called, too."""
+        for number in self._before:
+            if (theirs := signal.getsignal(number)) != self._ask:
+                self._before[number] = signal.signal(number, self._ask)
+                if not self._told:
+                    also = "is called, too, but" if callable(theirs) else "does not count:"
+                    name = signal.Signals(number).name
+                    print(
+                        f"a handler of {name} set during the run {also} the run still stops", file=sys.stderr
+                    )
+                self._told = True
 
     # --- a thread of every process of a group -----------------------------------------------------
 
@@ -135,11 +166,15 @@ class StopSignals:
 class _Process:
     is_ours: bool = False  # to end: a command's or a joined script's, not a notebook's
     is_script: bool = False  # which may go on after a run, with another
+    keeps_codes: bool = False  # whether what nobody catches ends it with the error's exit code
     # Whether the last stop was for the process: only a Ctrl-C to one alone gives control back.
     must_leave: bool = False
+    run: StopSignals | None = None  # that takes signals now
 
 
 PROCESS = _Process()
+_own_handlers: dict[int, Any] = {}  # of signals, as they were before ours
+_leaving = threading.Lock()  # held by what ends the process
 
 
 @contextlib.contextmanager
@@ -176,22 +211,26 @@ def join() -> str | None:
     """Joins the processes that `jaxdist launch` or a scheduler started; returns lines that say so, or None.
 
     A script calls it first of all, before anything asks jax for devices; alone, it may stay. In a group the
-    process is ours from then on, as a command's is: a signal outside of a run ends it with 75, a failure
-    at once and not after a wait for the others, a ConfigError with 78.
+    process is ours from then on, as a command's is: a signal outside of a run ends it with 75 (after the
+    script's own handler, if it had set one), a failure or sys.exit(1) at once and not after a wait for the
+    others, a ConfigError with 78, a CheckpointError with 77.
 
     Raises:
       ConfigError: a scheduler was detected, but not its group.
     """
     lines = initialize.prepare() if not jax.distributed.is_initialized() else None
+    _keep_exit_codes()
     if jax.distributed.is_initialized() and not PROCESS.is_ours:
         PROCESS.is_ours = PROCESS.is_script = True
         _listen()
-        sys.excepthook = lambda _, error, __: _fail(error)
+        sys.exit = _exit
     return lines
 
 
 def refuse_unjoined() -> None:
     """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
+    if "JAXDIST_NUM_PROCESSES" in os.environ and not PROCESS.is_ours:
+        _keep_exit_codes()  # the agent reads them
     if not jax.distributed.is_initialized() and initialize.detect_launcher(os.environ) == initialize.LAUNCH:
         number = os.environ.get("JAXDIST_NUM_PROCESSES")
         raise ConfigError(
@@ -200,11 +239,52 @@ def refuse_unjoined() -> None:
         )
 
 
+def _keep_exit_codes() -> None:
+    """Ends a script for an error that nobody caught with the error's exit code; one of a group at once."""
+    if PROCESS.keeps_codes:
+        return
+    PROCESS.keeps_codes, show = True, sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not _is_main():  # of a library's thread: it ends nothing
+            show(kind, error, trace)
+        elif jax.distributed.is_initialized():
+            _fail(error)
+        else:
+            show(kind, error, trace)
+            if (code := exit_code_of(error)) != 1 and not hasattr(sys, "ps1"):  # no shell's
+                _leave_tidily(code)
+
+    sys.excepthook = end
+
+
+class _Exit(SystemExit):
+    """A SystemExit that ends the process at once when it has left the script: nobody has caught it.
+
+    Python's own end would wait for the other processes, which may wait for this one.
+    """
+
+    def __del__(self) -> None:
+        if self.code not in (0, None) and _is_main() and sys._getframe().f_back is None:
+            if not isinstance(self.code, int):
+                print(self.code, file=sys.stderr)
+            _leave(self.code if isinstance(self.code, int) else 1)
+
+
+def _exit(code: Any = None, /) -> NoReturn:
+    """Takes the place of sys.exit in a joined script."""
+    raise _Exit(code)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def _fail(error: BaseException) -> None:
     """Ends a process of a group for what nobody caught."""
     _leave_if_peer_lost(error)
     traceback.print_exception(error)
-    _leave(EXIT_CONFIG if isinstance(error, ConfigError) else 1)
+    _leave(exit_code_of(error))
 
 
 def _leave_if_peer_lost(error: BaseException) -> None:
@@ -233,23 +313,56 @@ def _leave(code: int) -> None:
 
 
 def _listen() -> None:
+    for number in stop_signals(os.environ):
+        _own_handlers[number] = signal.signal(number, _before_the_run)
+    _hear_signals()
+
+
+def _hear_signals() -> None:
+    """Starts the thread that hears of each signal, whatever its handler; not where another already does."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    for number in stop_signals(os.environ):
-        signal.signal(number, _before_the_run)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if other != -1:
+        signal.set_wakeup_fd(other)
+        os.close(reader)
+        os.close(writer)
+        return
     threading.Thread(target=_answer_signals, args=(reader,), name="signals", daemon=True).start()
 
 
-def _before_the_run(*_: object) -> None:
+def _before_the_run(number: int, frame: Any) -> None:
     """A signal's handler where StopSignals has none: ends the process."""
-    os.write(1, b"asked to stop: nothing is unsaved\n")  # print may be what was interrupted
-    _leave(EXIT_PREEMPTED)
+    if _leaving.acquire(blocking=False):  # else it is being answered
+        _call_own_handler(_own_handlers.get(number), number, frame)
+        os.write(1, b"asked to stop: nothing is unsaved\n")  # print may be what was interrupted
+        _leave(EXIT_PREEMPTED)
+
+
+def _call_own_handler(handler: Any, number: int, frame: Any) -> None:
+    """Calls a script's own handler, if it has one; what that raises does not keep the run from saving."""
+    if handler is _before_the_run:
+        handler = _own_handlers.get(number)
+    if callable(handler) and handler is not signal.default_int_handler:
+        try:
+            handler(number, frame)
+        except SystemExit:  # what the run does next
+            pass
+        except BaseException as error:
+            traceback.print_exception(error)
 
 
 def _answer_signals(reader: int) -> None:
-    """Ends the process for a signal that the main thread, outside Python, cannot answer in time."""
-    while data := os.read(reader, 1):
+    """Ends the process for a signal that the main thread, outside Python, cannot answer in time.
+
+    In a run it asks to stop, whatever handler the signal has by now.
+    """
+    numbers = stop_signals(os.environ)
+    while data := os.read(reader, 256):
+        run = PROCESS.run
         time.sleep(0.2)  # a main thread that has not seen the signal by then is busy outside Python
-        if signal.getsignal(data[0]) is _before_the_run:
-            _before_the_run(data[0], None)
+        for number in set(data):
+            if signal.getsignal(number) is _before_the_run:
+                _before_the_run(number, None)
+            elif run and run is PROCESS.run and number in numbers:
+                run.hear(number)

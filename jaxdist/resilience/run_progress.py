@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.storage.untrusted import Malformed, open_regular, read_json
-from jaxdist.telemetry.metrics import METRICS_FILE, MetricsWriter
+from jaxdist.telemetry.metrics import EVENTS_FILE, METRICS_FILE, MetricsWriter
+
+_STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are not ours
 
 
 def default_workdir(config: str) -> str:
@@ -50,16 +52,23 @@ class ProgressReader:
         steps = [self._newest]
         with contextlib.suppress(OSError, Malformed), open_regular(self.folder / METRICS_FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
-            steps += map(int, re.findall(rb'^{"step": (\d{1,18})[,}]', file.read(), re.M))
+            steps += map(int, re.findall(rb'^{"step": (\d{1,9})[,}]', file.read(), re.M))
         with contextlib.suppress(OSError):
-            names = [path.name for path in (self.folder / "checkpoints").iterdir()]
-            steps += [int(name) for name in names if name.isdecimal()]
+            names = [path.parent.name for path in (self.folder / "checkpoints").glob("*/manifest.json")]
+            steps += [int(name) for name in names if _STEP.fullmatch(name)]
         self._newest = max(steps)
         return self._newest
 
+    def starts(self) -> int:
+        """Returns how often the run has begun to train."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError, Malformed), open_regular(self.folder / EVENTS_FILE) as file:
+                return sum(b'"event": "start"' in line for line in file)
+        return 0
+
     def event(self, name: str, step: int, **fields: object) -> None:
-        """Appends an event, if there is a workdir to append to."""
-        if self.folder is not None and self.folder.is_dir():
+        """Appends an event; makes the workdir, should the run have had no time to."""
+        if self.folder is not None:
             with contextlib.suppress(OSError), contextlib.closing(MetricsWriter(self.folder)) as writer:
                 writer.event(name, step, **fields)
 

@@ -62,7 +62,7 @@ class Supervisor:
         """Returns the exit code of the run."""
         with self._listening():
             while (size := self._await_size()) is not None:
-                began, before = time.monotonic(), self.progress.newest()
+                began, before, starts = time.monotonic(), self.progress.newest(), self.progress.starts()
                 workers = self._start(size)
                 try:
                     self._attend(workers)
@@ -72,7 +72,8 @@ class Supervisor:
                 # Processes that ran for ten minutes made progress, where no workdir can tell.
                 ran_long = self.progress.folder is None and time.monotonic() - began > 600
                 moved = self.progress.newest() > before or ran_long
-                code = self._verdict(early, size, moved)
+                stepped = moved or self.progress.folder is None or self.progress.starts() > starts
+                code = self._verdict(early, size, stepped)
                 if code is None:
                     code = self._after_loss(workers, early, moved)
                 if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
@@ -85,9 +86,9 @@ class Supervisor:
         """Starts the processes of the first `size` slots, with a port that no start had before."""
         options, total, first = self.options, size * self.agents.number, size * self.agents.index
         shared = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        shared["JAXDIST_NUM_PROCESSES"] = str(total)
         if total > 1:
             shared["JAXDIST_COORDINATOR"] = f"{self.agents.host}:{self.agents.port or free_port()}"
-            shared["JAXDIST_NUM_PROCESSES"] = str(total)
         if options.min_processes is not None:
             shared[elastic.FULL_PROCESSES] = str(options.processes if self.agents.number == 1 else 0)
         environments = []
@@ -111,22 +112,32 @@ class Supervisor:
                 return
             workers.listen(0.5 if deadline == math.inf else 0.05)
 
-    def _verdict(self, early: Mapping[int, int], size: int, moved: bool) -> int | None:
+    def _verdict(self, early: Mapping[int, int], size: int, stepped: bool) -> int | None:
         """Returns the exit code of the run, or None if it has lost a process.
 
         Args:
           early: codes of those of the `size` processes that ended by themselves.
+          stepped: whether there may be steps since this start.
         """
         endings = set(early.values())
         if final := endings & _FINAL:
             return min(final)
         if endings == {0} and len(early) == size:
             return 0
-        orderly = len(early) == size and endings <= {0, EXIT_PREEMPTED, _UNSTARTED}
-        # What has made no step has nothing to save.
-        if (EXIT_PREEMPTED in endings or self.stop_requests) and (orderly or not moved):
+        # One that ends with 75 says that all is saved; those that it leaves may hear of its end first.
+        preempted, left = EXIT_PREEMPTED in endings, endings & _NOT_AT_FAULT.keys()
+        orderly = endings - left <= {0, EXIT_PREEMPTED, _UNSTARTED}
+        saved = orderly and (preempted if left else len(early) == size)
+        if (preempted or self.stop_requests) and (saved or not stepped):
             return EXIT_PREEMPTED
-        return EXIT_PEER_LOST if self.stop_requests else None
+        if not self.stop_requests:
+            return None
+        number = lost_process(early)
+        why = (
+            "not all ended in time" if number is None else f"process {number} {describe_exit(early[number])}"
+        )
+        self.say(f"asked to stop, but {why}: what was not saved before is lost")
+        return EXIT_PEER_LOST
 
     # --- after a loss -----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.distributed import coordination
 from jaxdist.step.train_step import CheckpointViews
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
@@ -22,7 +23,7 @@ class Saver:
     writer: MetricsWriter
     display: Display
     metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
-    last_save_ok: bool = field(default=True, init=False)
+    failure: str = field(default="", init=False)  # of the last save; "" if it has succeeded
 
     def is_due(self, step: int) -> bool:
         """Returns whether `checkpoint.*` wants a save after this step."""
@@ -34,17 +35,22 @@ class Saver:
         if self.store.should_save(view.step, time.monotonic(), last=view.last, stopped=required):
             metadata = self.metadata(view.progress)
             self.store.save(view.step, self.views.flat(view.state), metadata, wait=view.last)
-        self.report()
+        self.report(last=view.last)
 
-    def report(self) -> None:
-        """Writes an event for each save that has ended since the last report."""
+    def report(self, *, last: bool = False) -> None:
+        """Writes an event for each save that has ended since the last report.
+
+        Args:
+          last: whether no step follows.
+        """
         for save in self.store.poll():
             error = save.error and str(save.error)
             sizes = {"seconds": save.seconds, "bytes": save.bytes}
             self.writer.event("save", save.step, ok=save.ok, error=error, **sizes)
             if not save.ok:
-                self.display.note(f"checkpoint {save.step} failed, training goes on: {error}")
-            self.last_save_ok = save.ok
+                note = "failed" if last else "failed, training goes on"
+                self.display.note(f"checkpoint {save.step} {note}: {error}")
+            self.failure = "" if save.ok else error or "it failed"
 
     def report_bad_checkpoints(self) -> None:
         """Writes an event for each checkpoint that a restore could not use."""
@@ -52,8 +58,18 @@ class Saver:
             self.writer.event("bad_checkpoint", step, reason=reason)
             self.display.note(f"checkpoint {step} cannot be used: {reason}")
 
-    def finish(self) -> bool:
-        """Waits for the save under way; returns whether the last save, if any, has succeeded."""
+    def finish(self, step: int) -> str:
+        """Waits for the save under way; returns what is lost if the last save has failed, else "".
+
+        All processes return the same.
+
+        Args:
+          step: the last one done.
+        """
         ended = self.store.wait()
-        self.report()
-        return ended and self.last_save_ok
+        self.report(last=True)
+        failure = self.failure if ended else "it is still being written; is the disk stuck?"
+        if failure := coordination.first_error(failure):
+            good = [0, *(n for n in self.store.steps() if n not in self.store.bad_steps and n < step)]
+            return f"the run resumes at step {good[-1]}, steps {good[-1] + 1}-{step} are lost: {failure}"
+        return ""

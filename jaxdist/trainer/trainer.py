@@ -37,6 +37,8 @@ from jaxdist.trainer.step_log import StepLog
 # weakly typed; and by the second, whose state is the step's.
 MAX_TRACES = 3
 
+_CHANGE = "lower optimizer.learning_rate, or look at the data from step {} on"
+
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
@@ -192,7 +194,7 @@ class Trainer:
         """Returns the state after the last step, or after the step in which a signal asked to stop.
 
         Raises:
-          TrainingStopped: losses stayed non-finite, the last checkpoint could not be written.
+          TrainingStopped: losses stayed or ended non-finite, the last checkpoint could not be written.
           SourceError: the data cannot be read.
         """
         train, progress = self.config.train, self.progress
@@ -201,6 +203,7 @@ class Trainer:
                 f"{self.folder} is finished at step {progress.step}. To go on, raise train.steps where the "
                 f"schedule allows it; to start anew, give another --workdir."
             )
+            self._check_last_updates(state)
             return state
         self._log_start()
         try:
@@ -210,20 +213,29 @@ class Trainer:
             cause = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
             self.writer.event("stop", progress.step, reason=cause, error=str(error))
             raise
-        if not self.saver.finish():
-            self.writer.event("stop", progress.step, reason="save_failed")
-            message = "the last checkpoint could not be written; free the disk and run again"
+        if lost := self.saver.finish(progress.step):
+            message = f"the last checkpoint could not be written; {lost}; free the disk and run again"
+            self.writer.event("stop", progress.step, reason="save_failed", error=message)
             raise TrainingStopped(message, "save_failed")
         if signals.stopping and progress.step < train.steps:
             self.writer.event("preempted", progress.step)
             self.stopped = f"stopped after step {progress.step}, saved; run again to go on"
             return state
-        self.writer.event("stop", progress.step, reason=reason)
+        skipped = int(state.opt_state.skipped)
+        self.writer.event("stop", progress.step, reason="nonfinite" if skipped else reason)
         self._enter_phase("end", progress.step)
         generate = build.text_generator(self.config, self.spec, self.built)
         flat, tokenizer = self.built.views.flat(state), self.dataset.tokenizer
         write_final_outputs(self.config, self.folder, flat, self.display, tokenizer, generate)
+        self._check_last_updates(state)
         return state
+
+    def _check_last_updates(self, state: State) -> None:
+        """Raises TrainingStopped if a run ends with updates that were left out: its weights are older."""
+        if skipped := int(state.opt_state.skipped):
+            text = f"the last {skipped} updates were left out: loss or gradients were not finite"
+            first = self.progress.step - skipped + 1
+            raise TrainingStopped(f"{text}; {_CHANGE.format(first)}", "nonfinite")
 
     def _train_through_faults(self, state: State, signals: StopSignals) -> tuple[State, str]:
         """Returns the state after the steps that are left, and why it is the last: see the event `stop`."""
@@ -306,9 +318,8 @@ class Trainer:
             restored = restore.roll_back(self.store, self.folder, abstract, self.dataset, fault)
         self.saver.report()
         if restored is None:
-            change = f"lower optimizer.learning_rate, or look at the data from step {fault.first} on"
-            if fault.kind == "drift":
-                change = "replace the device, then run again"
+            drift = fault.kind == "drift"
+            change = "replace the device, then run again" if drift else _CHANGE.format(fault.first)
             raise TrainingStopped(f"{fault}; {change}", fault.kind)
         (state, metadata), self.dataset = restored
         vars(self.progress).update(metadata["progress"] | {"elapsed_s": elapsed_s})

@@ -71,8 +71,10 @@ def workdir_lock(folder: Path) -> Iterator[None]:
                 f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
             ) from None
         except OSError as error:
+            links = [path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()]
+            why = f"{links[0]} is a symbolic link to nowhere" if links else error.strerror
             raise ConfigError(
-                f"--workdir {folder}: cannot be written ({error.strerror}); give a folder that can"
+                f"--workdir {folder}: cannot be written ({why}); give a folder that can"
             ) from error
         yield
 

@@ -373,6 +373,16 @@ def test_a_damaged_newest_step_gives_way_to_an_older_one(tmp_path, damage):
         assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[2])).state, states[2])
 
 
+def test_folders_without_a_checkpoint_do_not_hide_the_one_that_is(tmp_path):
+    states = saved(tmp_path, [12])
+    for number in [*range(1000, 1070), 2**31, 99999999999]:
+        (tmp_path / str(number)).mkdir()
+    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
+        assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[12])).state, states[12])
+        assert sorted(store.bad_steps) == list(range(1000, 1070)) and store.steps() == [12]
+    assert names(tmp_path / "quarantine")[-1] == "1069.json" and (tmp_path / "99999999999").is_dir()
+
+
 def test_when_no_step_is_usable_each_one_is_named(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
     for step, damage in [(1, "no data files"), (2, "metadata truncated"), (3, "empty folder")]:

@@ -221,6 +221,16 @@ def test_a_workdir_that_cannot_be_written(capsys, tmp_path, corpus):
         assert f"--workdir {folder}: cannot be written (" in fault and "give a folder" in fault
 
 
+@pytest.mark.parametrize("target", ["link", "nowhere"])  # to itself, and to what is not there
+@pytest.mark.parametrize("name", ["link", "link/run"])
+def test_a_workdir_behind_a_link_to_nowhere(capsys, tmp_path, corpus, name, target):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    (fault,) = refused(
+        capsys, "--config", "quickstart", "--workdir", str(tmp_path / name), *overrides(*corpus)
+    )
+    assert f"cannot be written ({tmp_path / 'link'} is a symbolic link to nowhere); give a folder" in fault
+
+
 def test_a_workdir_in_use(capsys, finished):
     folder, arguments = finished
     code = f"import fcntl; lock = open({str(folder / '.lock')!r}, 'r+'); "

@@ -70,6 +70,22 @@ def written(parameters, name, target, **options):
     return fields, tensors
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_tensor_that_is_not_finite_is_refused_by_its_name(tmp_path, dtype):
+    folder = shutil.copytree(FOLDERS / "mistral", tmp_path / "folder")
+    stored = {name: x.astype(dtype) for name, x in load_all(folder).items()}
+    layers = [name for name in stored if "down_proj" in name]
+    stored[layers[1]].flat[-1], stored["model.norm.weight"].flat[0] = np.nan, -np.inf
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(stored, folder / SINGLE)
+    at = opened(folder)
+    with pytest.raises(ConfigError) as refused:
+        at.tensors.load(at.wanted)
+    (fault,) = refused.value.faults
+    assert f"NaN or infinite values: {layers[1]}, model.norm.weight;" in fault
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_what_was_read(imported, tmp_path, name):
     before = load_all(FOLDERS / name)

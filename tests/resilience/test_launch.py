@@ -6,6 +6,8 @@ import json
 import os
 import pwd
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +123,41 @@ def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
     )
     assert done.returncode == 78, done.stdout[-2000:]
     assert "process 1 differs" in done.stdout and "all need the same folder" in done.stdout
+
+
+def test_two_processes_pass_over_folders_that_are_no_steps(straight, tmp_path):
+    workdir = shutil.copytree(straight, tmp_path / "run")
+    checkpoints = workdir / "checkpoints"
+    shutil.rmtree(checkpoints / str(STEPS))
+    for number in [*range(1000, 1070), 99999999999]:
+        (checkpoints / str(number)).mkdir()
+    with launched(workdir, "--processes", "2") as agent:
+        finish(agent, workdir)
+    assert [event["step"] for event in events(workdir, "restore")] == [STEPS - 5]
+    assert same_bits(parameters(workdir, STEPS), parameters(straight, STEPS))
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
+    """No row tells of the steps since the last checkpoint."""
+    workdir, limit = tmp_path / "run", (30 << 10, resource.RLIM_INFINITY)  # bytes of a file
+    endless = {"train__steps": 100_000, "train__log_every": 10_000, "checkpoint__every_steps": 0}
+    with launched(workdir, "--processes", number, **(endless | {"checkpoint__every_minutes": 0.03})) as agent:
+        while not (saved := list_steps(workdir / "checkpoints")):
+            assert agent.poll() is None
+        for pid in processes(agent).values():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        time.sleep(1)
+        agent.send_signal(signal.SIGTERM)
+        finish(agent, workdir, 70)
+    (stop,) = events(workdir, "stop")
+    saved = list_steps(workdir / "checkpoints")
+    lost = f"the run resumes at step {saved[-1]}, steps {saved[-1] + 1}-{stop['step']} are lost: "
+    said = output(workdir)
+    assert stop["reason"] == "save_failed" and lost in stop["error"] and not events(workdir, "preempted")
+    assert said.count(f"error: the last checkpoint could not be written; {lost}") == int(number)
+    assert "asked to stop, but process" in said and "Traceback" not in said
+    assert f"checkpoint {stop['step']} failed: " in said
 
 
 FOUR = {"devices": 1, "batch__global_size": 12, "mesh__fsdp": 1}

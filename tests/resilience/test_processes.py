@@ -74,6 +74,37 @@ def test_a_users_own_handler_is_called_and_put_back():
         signal.signal(signal.SIGTERM, own)
 
 
+def test_a_handler_set_during_the_run_is_called_and_the_run_stops(capsys):
+    heard = []
+    with StopSignals() as stop:
+        mine = lambda *given: (heard.append("user"), ours(*given))  # noqa: E731
+        ours = signal.signal(signal.SIGTERM, mine)
+        assert not stop.reached() and not stop.reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reached() and heard == ["user"]
+    assert capsys.readouterr().err.count("a handler of SIGTERM set during the run is called, too") == 1
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is mine
+
+
+def test_a_signal_between_a_new_handler_and_the_next_step_is_heard():
+    with StopSignals() as stop:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        assert stop.reached()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_handler_that_leaves_does_not_cost_the_steps():
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reached()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_second_interrupt_does_not_wait():
     with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)

@@ -133,6 +133,12 @@ def test_a_crash_loop_stops_and_says_why(tmp_path):
     assert len({port for _, _, port, _ in starts(tmp_path)}) == 3, "each start has its own port"
 
 
+def test_a_kill_before_there_is_a_workdir_leaves_its_event(tmp_path):
+    code, _ = supervise(tmp_path, "kill_me()", 1, max_restarts=0)
+    (lost,) = read_events(tmp_path / "run")
+    assert code == 70 and (lost["event"], lost["why"]) == ("peer_lost", "process 0 killed by SIGKILL")
+
+
 def test_progress_refills_the_budget(tmp_path):
     text = """
 if rank == 0: write_step(gang()); time.sleep(100 if gang() < 6 else 0)
@@ -354,6 +360,37 @@ def test_who_does_not_stop_in_time_is_killed(tmp_path):
     assert not any(members(int(pid)) for *_, pid in starts(tmp_path))
 
 
+BEGUN = """
+def stop(*_): END
+signal.signal(signal.SIGTERM, stop)
+os.makedirs(folder + "/run", exist_ok=True)
+with open(folder + "/run/events.jsonl", "a") as rows: rows.write('{"event": "start", "step": 50}\\n')
+open(folder + f"/ready{rank}", "w").close()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(1)", 70),
+        ("sys.exit(1 if rank else 75)", 70),
+        ("kill_me()", 70),
+        (
+            "(time.sleep(0.5), os.abort()) if rank else sys.exit(75)",
+            75,
+        ),  # the others may hear of its end first
+    ],
+)
+def test_75_only_where_all_is_saved(tmp_path, end, code):
+    """No row tells of the steps since the last checkpoint, as with a large train.log_every."""
+    agent = launched(tmp_path, BEGUN.replace("END", end))
+    agent.send_signal(signal.SIGTERM)
+    said = agent.communicate(timeout=20)[0].decode()
+    assert agent.returncode == code, said
+    assert ("asked to stop, but process" in said) == (code == 70), said
+
+
 def test_kill_9_of_the_agent_leaves_no_orphan(tmp_path):
     text = "import subprocess; subprocess.Popen(['sleep', '100'])\n" + SAVES
     agent = launched(tmp_path, text)
@@ -448,8 +485,10 @@ def test_progress_reads_the_newest_step(tmp_path):
     for step in (1, 2, 3):
         with_metrics.write(step, {"loss": float("nan")})
     assert progress.newest() == 3
-    (tmp_path / "checkpoints" / "12").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "13.orbax-checkpoint-tmp").mkdir()
+    for name in ("12", "13.orbax-checkpoint-tmp", "99999999999"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "14").mkdir()  # which nothing was ever saved in
     assert progress.newest() == 12
     with_metrics.write(4, {"loss": 1.0})
     with_metrics.close()

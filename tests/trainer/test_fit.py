@@ -353,6 +353,17 @@ def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
     assert fit(folder=tmp_path / "run").step == 8
 
 
+def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
+    def sick(step: int) -> dict:
+        return batches(step) if step < 6 else dict(x=np.full((16, 4), np.nan, np.float32), y=Y[:16])
+
+    for _ in range(2):  # also where it has nothing left to do
+        with pytest.raises(trainer.TrainingStopped, match="the last 2 updates were left out.* step 7 on"):
+            fit(sick, folder=tmp_path / "run")
+    (stop,) = [event for event in read_events(tmp_path / "run") if event["event"] == "stop"]
+    assert stop["reason"] == "nonfinite" and stop["step"] == 8
+
+
 AT_STEP = """
 import os, signal
 def given(step):
@@ -396,7 +407,7 @@ def launched_script(tmp_path):
 def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
     done, _ = launched_script(join="pass")
     assert "one of 2 processes of jaxdist launch, but not joined" in done.stdout
-    assert done.returncode == 1 and not (tmp_path / "runs").exists()
+    assert done.returncode == 78 and not (tmp_path / "runs").exists()
     done, _ = launched_script("os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == 75 and "came to" not in done.stdout, done.stdout
     assert "[0] devices 4\n" in done.stdout and "[1] devices 4\n" in done.stdout
@@ -406,9 +417,36 @@ def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tm
     assert [e["event"] for e in events if e["event"] in ("preempted", "restore")] == ["preempted", "restore"]
 
 
-def test_a_fault_in_one_process_does_not_wait_for_the_others(launched_script):
-    done, seconds = launched_script("raise jaxdist.ConfigError('mine')")
-    assert "mine" in done.stdout and done.returncode == 78 and seconds < 60, done.stdout
+RAISES = "from jaxdist.checkpoint.files import CheckpointError; raise CheckpointError('mine')"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("raise jaxdist.ConfigError('mine')", 78), (RAISES, 77), ("import sys; sys.exit('mine')", 1)],
+)
+def test_a_fault_in_one_process_does_not_wait_for_the_others(launched_script, fault, code):
+    done, seconds = launched_script(fault)
+    assert "mine" in done.stdout and done.returncode == code and seconds < 115, done.stdout
+
+
+OWN = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
+KILL = "os.kill(os.getpid(), signal.SIGTERM)"
+LATER = f"signal.signal(signal.SIGUSR2, lambda *_: ({OWN}, {KILL}))"
+
+
+@pytest.mark.parametrize(
+    ("fault", "join", "where"),
+    [
+        (KILL, f"{OWN}; jaxdist.join()", "stopped after step"),
+        ("pass", f"{OWN}; jaxdist.join(); {KILL}", "nothing is unsaved"),
+        # Set by the main thread during the run, and needed before the next step could notice.
+        (KILL.replace("TERM", "USR2"), f"{LATER}; jaxdist.join()", "stopped after step"),
+    ],
+)
+def test_a_scripts_own_handler_is_called_and_the_run_stops(launched_script, fault, join, where):
+    done, _ = launched_script(fault, join)
+    assert done.returncode == 75 and "came to" not in done.stdout, done.stdout
+    assert "heard" in done.stdout and (where in done.stdout or where == "stopped after step"), done.stdout
 
 
 # --- what is shown --------------------------------------------------------------------------------
