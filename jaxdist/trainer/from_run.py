@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxdist import interop
@@ -228,6 +229,7 @@ def read_state(
             raise CheckpointError(f"init.from_run={source.name}: {error}") from error
     assert match is not None
     arrays = match.converted(trees.flatten_names(restored.state))
+    _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
     if jax.process_index() == 0:
         print(f"init.from_run={source.name}: {match.summary} of step {int(arrays['step'])}")
         if source.workdir:
@@ -255,6 +257,17 @@ def _open(config: RunConfig) -> tuple[Source, CheckpointManager]:
     if fault:
         raise fault
     return source, store
+
+
+def _refuse_non_finite(source: Source, arrays: Mapping[str, jax.Array]) -> None:
+    """Raises ConfigError naming the arrays that hold NaN or infinite values: that run has diverged."""
+    finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})(arrays)
+    if bad := [name for name, good in jax.device_get(finite).items() if not good]:
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ConfigError(
+            f"init.from_run={source.name}: NaN or infinite values in {', '.join(bad[:_SHOWN])}{more}; name an "
+            f"earlier step (FOLDER@STEP)"
+        )
 
 
 class Match(NamedTuple):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.trainer import build, cli, pretrained, validation
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.workdir import workdir_lock
 from support.checkpoints import flip
-from support.runs import TINY, final_arrays, refused
+from support.runs import TINY, final_arrays, refused, start_group
 
 STEPS = 4  # of the source; with checkpoints after 2 and 4
 OWN = """
@@ -191,6 +193,18 @@ def test_what_cannot_be_is_refused_with_the_cure(old, text, tmp_path, capsys):
         (line,) = refused(capsys, *words(text, init__from_run=own), "--workdir", str(old))
         assert "the run's own folder" in line and "another --workdir" in line
     assert "the run's own folder" in fault(checkpoint__folder=old / "checkpoints")
+
+
+def test_two_processes_begin_with_a_run_that_is_training_still(old, text, tmp_path):
+    new = [sys.executable, "-m", "jaxdist.train", *words(text, **SHAPE, init__from_run=old, mesh__fsdp=2)]
+    with workdir_lock(old):
+        before = files_of(old)
+        started = start_group([*new, "--workdir", str(tmp_path / "new")], 2, 1, stderr=subprocess.STDOUT)
+        said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert said[0].count("the moving average of the weights of step 4") == 1
+    assert list_steps(tmp_path / "new/checkpoints") == [2, 4]
+    assert files_of(old) == before
 
 
 def test_arrays_that_differ_are_named_at_once(old, text, tmp_path):
