@@ -265,8 +265,8 @@ def _refuse_non_finite(source: Source, arrays: Mapping[str, jax.Array]) -> None:
     if bad := [name for name, good in jax.device_get(finite).items() if not good]:
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise ConfigError(
-            f"init.from_run={source.name}: NaN or infinite values in {', '.join(bad[:_SHOWN])}{more}; name an "
-            f"earlier step (FOLDER@STEP)"
+            f"init.from_run={source.name}: NaN or infinite values in {', '.join(bad[:_SHOWN])}{more}; name "
+            f"an earlier step (FOLDER@STEP)"
         )
 
 

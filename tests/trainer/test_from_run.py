@@ -16,14 +16,16 @@ from flax import nnx
 
 import jaxdist
 from jaxdist import train as train_command
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.trainer import build, cli, pretrained, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import workdir_lock
-from support.checkpoints import flip
+from support.checkpoints import flip, save_and_wait
 from support.runs import TINY, final_arrays, refused, start_group
 
 STEPS = 4  # of the source; with checkpoints after 2 and 4
@@ -359,3 +361,13 @@ def test_a_made_module_takes_the_values_of_the_run(whole, tmp_path):
     with pytest.raises(ConfigError, match="the run's own folder"):
         fit(whole.folder, steps=9, init__from_run=source)
     assert jnp.isfinite(run.metrics.train[0]["loss"])
+
+
+def test_weights_that_are_not_finite_are_refused(whole, tmp_path):
+    arrays = final_arrays(whole.folder, 8)
+    arrays["trainable/layers/0/kernel"] = arrays["trainable/layers/0/kernel"] * np.float32(np.nan)
+    bare = tmp_path / "bare"  # checkpoints alone, without a config
+    with CheckpointManager(bare, CheckpointConfig()) as store:
+        assert save_and_wait(store, 8, trees.unflatten_names(jax.tree.map(jnp.asarray, arrays))).ok
+    with pytest.raises(ConfigError, match="NaN or infinite values in trainable/layers/0/kernel; name an"):
+        fit(tmp_path / "new", init__from_run=str(bare))
