@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow.parquet
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Document, File, one_line, reading, record_document
+from jaxdist.data.sources import READ_ERRORS, Document, File, one_line, reading, record_document
 
 
 def read_parquet(file: File, field: str) -> Iterator[Document]:
@@ -13,7 +13,7 @@ def read_parquet(file: File, field: str) -> Iterator[Document]:
     Raises ConfigError where it is no parquet file or lacks the column `field`."""
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, *READ_ERRORS) as error:
         raise ConfigError(f"{file.path}: not a parquet file ({one_line(error)}).") from error
     with reading(file.path, pyarrow.ArrowException):
         names = table.schema_arrow.names

@@ -1,6 +1,7 @@
 """Data files that are cut off, damaged, lying or made to harm: refused by a ConfigError that names them."""
 
 import gzip
+import importlib
 import io
 import json
 import os
@@ -401,6 +402,18 @@ def damaged(sound: bytes) -> st.SearchStrategy[bytes]:
     return st.one_of(st.lists(edit, min_size=1, max_size=4).map(edited), st.binary(max_size=200))
 
 
+def check_samples_or_a_line(file: Path, source: str) -> None:
+    try:
+        dataset = opened(file.parent / "cache", length=4, source=source, path=str(file))
+        batch = dataset.train_batch(0, 4)
+        assert source == "arrays" or batch["tokens"].min() >= 0
+    except ConfigError as error:
+        assert error.faults and not any("\n" in fault for fault in error.faults)
+        assert not any("cache" in fault for fault in error.faults)
+    except SourceError:
+        pass
+
+
 @pytest.mark.parametrize("source,name", SOUND)
 def test_any_bytes_give_samples_or_a_line(source, name):
     @given(content=damaged(SOUND[source, name]))
@@ -409,22 +422,27 @@ def test_any_bytes_give_samples_or_a_line(source, name):
             for (other, file), sound in SOUND.items():
                 if other == source == "megatron":
                     (Path(folder) / file).write_bytes(sound)
-            file = Path(folder) / name
-            file.write_bytes(content)
-            try:
-                dataset = opened(Path(folder) / "cache", length=4, source=source, path=str(file))
-                batch = dataset.train_batch(0, 4)
-                assert source == "arrays" or batch["tokens"].min() >= 0
-            except ConfigError as error:
-                assert error.faults and not any("\n" in fault for fault in error.faults)
-                assert not any("cache" in fault for fault in error.faults)
-            except SourceError:
-                pass
+            (Path(folder) / name).write_bytes(content)
+            check_samples_or_a_line(Path(folder) / name, source)
 
     with tempfile.TemporaryDirectory() as folder:  # the sound ones are
         for (_, file), sound in SOUND.items():
             (Path(folder) / file).write_bytes(sound)
         assert opened(Path(folder) / "c", length=4, source=source, path=f"{folder}/{name}").num_train_samples
+    check()
+
+
+def test_any_bytes_of_parquet_give_samples_or_a_line(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
+    table = importlib.import_module("pyarrow").table({"text": [f"some text {n} " for n in range(50)]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="none")
+
+    @given(content=damaged((tmp_path / "a.parquet").read_bytes()))
+    def check(content):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "a.parquet").write_bytes(content)
+            check_samples_or_a_line(Path(folder) / "a.parquet", "parquet")
+
     check()
 
 
