@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import io
+import sys
 import typing
 from collections.abc import Iterable
 
@@ -33,8 +35,20 @@ def exit_code_of(error: BaseException) -> int:
 class Parser(argparse.ArgumentParser):
     """A command's parser; its errors are configuration errors, as those of all commands."""
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Parses as argparse does; from here on a name that is not UTF-8 is printed escaped."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")
+
+
+def is_text(value: str) -> bool:
+    """Returns whether UTF-8 can write a text: what was read of bytes that are none has lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

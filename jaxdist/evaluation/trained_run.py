@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, is_text
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.loader import DeviceBatch, Loader
 from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text
@@ -321,7 +321,7 @@ class TrainedRun:
         if not kept:
             begin = self._encode("")
             first = begin if begin.size else self.tokenizer.encode("\n")
-            return first, self.tokenizer.encode(context + continuation)
+            return first, self.tokenizer.encode(_text(context + continuation))
         whole, first = self._encode(context + continuation), self._encode(kept)
         return first, whole[len(first) :]
 
@@ -332,7 +332,7 @@ class TrainedRun:
         """
         begin, end = self.tokenizer.begin_of_document, self.tokenizer.end_of_document
         first = begin if begin is not None else None if prompt else end
-        ids = self.tokenizer.encode(prompt)
+        ids = self.tokenizer.encode(_text(prompt))
         return ids if first is None else np.concatenate([np.array([first], np.int32), ids])
 
     def _decode(self, prompt: np.ndarray, new: np.ndarray) -> str:
@@ -362,6 +362,13 @@ class TrainedRun:
         per_token = dataset.validation_bytes_per_token
         bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
         return HeldOut(int(self.state.step), *result, result.perplexity, bits_per_byte, per_token)
+
+
+def _text(text: str) -> str:
+    """Returns a text that can be encoded; raises ConfigError if it cannot."""
+    if is_text(text):
+        return text
+    raise ConfigError(f"the prompt {text[:80]!r} is not UTF-8 text; give its characters as UTF-8")
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -223,7 +223,7 @@ def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> st
 
 def _print(text: str) -> None:
     """Writes to the terminal, unless that is what hangs."""
-    data = text.rstrip().encode() + b"\n"
+    data = text.rstrip().encode(errors="backslashreplace") + b"\n"
     writer = threading.Thread(target=os.write, args=(2, data), daemon=True)
     writer.start()
     writer.join(_PRINT_S)

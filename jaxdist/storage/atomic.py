@@ -52,8 +52,8 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes UTF-8 text as `write_bytes` does."""
-    write_bytes(path, text.encode(), durable=durable)
+    """Writes UTF-8 text as `write_bytes` does; what UTF-8 cannot write (lone surrogates) is escaped."""
+    write_bytes(path, text.encode(errors="backslashreplace"), durable=durable)
 
 
 def _remove(path: Path) -> None:

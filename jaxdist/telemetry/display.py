@@ -25,9 +25,12 @@ LINE_EVERY_S = 1.0  # off a terminal, at least this long between two lines, but 
 
 
 def print_safe(text: str) -> None:
-    """Prints a line; the full disk of a log, or a closed terminal, does not stop the run."""
+    """Prints a line; a full disk, a closed terminal, or a name that is no text does not stop the run."""
     with contextlib.suppress(OSError):
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
 class Display:

@@ -48,8 +48,11 @@ def parse(
     faults = [
         f"{word}: no such flag;{suggest(word.partition('=')[0], names)} --help lists them" for word in unknown
     ] + faults
-    if "://" in (getattr(flags, "workdir", None) or ""):
-        faults.append(f"--workdir {flags.workdir}: must be a local folder; checkpoint.folder takes gs://")
+    if folder := getattr(flags, "workdir", None):
+        if "://" in folder:
+            faults.append(f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://")
+        elif fault := workdir.name_fault(folder):
+            faults.append(f"--workdir {fault}")
     if flags.help:
         parser.print_help()
     if flags.config is None:

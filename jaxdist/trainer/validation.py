@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import jax
 
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
@@ -109,7 +109,10 @@ def _faults(run: RunConfig) -> Iterator[str]:
     learned = " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
-    if train.sample_tokens and longest and longest < len(train.sample_prompt.encode()) + train.sample_tokens:
+    if not is_text(train.sample_prompt):
+        yield f"train.sample_prompt={train.sample_prompt!r} is not UTF-8 text; give another"
+    prompt = len(train.sample_prompt.encode(errors="replace"))
+    if train.sample_tokens and longest and longest < prompt + train.sample_tokens:
         yield (
             f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the model's longest "
             f"sequence, {longest}{learned}; lower it"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 import jaxdist
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import Dataset
 from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
@@ -38,9 +39,23 @@ CONFIG_KEY = "config"  # in a checkpoint's metadata: the run's whole config
 
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
-    """Returns where the checkpoints of the run in `folder` are."""
+    """Returns where the checkpoints of the run in `folder` are.
+
+    Raises:
+      ConfigError: the name cannot be a folder of checkpoints.
+    """
     chosen = config.checkpoint.folder
+    if fault := name_fault(chosen or folder):
+        raise ConfigError(fault)
     return as_path(chosen) if chosen else folder / CHECKPOINTS
+
+
+def name_fault(folder: Path | str) -> str:
+    """Returns what is wrong with the name of a folder for checkpoints; "" if nothing is."""
+    whole = str(folder) if "://" in str(folder) else os.path.abspath(folder)
+    if is_text(whole):
+        return ""
+    return f"{whole!r}: not UTF-8, so that the checkpoint library cannot write there; give another folder"
 
 
 def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
