@@ -110,7 +110,8 @@ def locate(name: str) -> Source:
     except ConfigError as error:
         raise ConfigError(f"init.from_run={name}: {error}; give the workdir of a run") from error
     around = (folders.as_path(path), checkpoints.parent)
-    beside = next((place for place in around if (place / workdir.CONFIG).is_file()), None)
+    local = [place for place in around if isinstance(place, Path)]  # as every workdir is
+    beside = next((place for place in local if (place / workdir.CONFIG).is_file()), None)
     return Source(name, checkpoints, inside if step is None else step, beside)
 
 
