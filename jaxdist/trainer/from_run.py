@@ -28,6 +28,7 @@ from jaxdist.models import registry
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import untrusted
+from jaxdist.storage.digest import digest_file
 from jaxdist.trainer import config_json, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 
@@ -70,7 +71,10 @@ class Source:
             )
         for step in reversed(steps) if self.step is None else [self.step]:
             try:
-                manifest.check(self.checkpoints, step, contents=False)
+                sealed = manifest.check(self.checkpoints, step, contents=False).files
+                for name in [name for name in sealed if name.startswith(f"{folders.METADATA_ITEM}/")]:
+                    if digest_file(self.checkpoints / str(step) / name) != sealed[name][1]:
+                        raise CheckpointError(f"{name} has changed since it was sealed")
                 return folders.read_step(self.checkpoints, step).metadata
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"
