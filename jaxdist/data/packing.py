@@ -167,12 +167,33 @@ def open_packing(
     with one_builder(target, log):
         try:
             with np.load(target, allow_pickle=False) as kept:
-                return PackingPlan(**{name: kept[name] for name in PackingPlan._fields})
-        except (OSError, ValueError, KeyError):  # absent or damaged
-            plan = plan_packing(store, chosen, sequence_length, limit=limit)
+                plan = PackingPlan(**{name: kept[name] for name in PackingPlan._fields})
+            if _fits(plan, store, sequence_length):
+                return plan
+        except Exception:  # absent or damaged; numpy and zipfile raise many types for that
+            pass
+        plan = plan_packing(store, chosen, sequence_length, limit=limit)
         with atomic.replacing(target) as partial, partial.open("wb") as file:
             np.savez(file, **plan._asdict())
     return plan
+
+
+def _fits(plan: PackingPlan, store: TokenStore, sequence_length: int) -> bool:
+    """Returns whether a kept plan's pieces lie in the files, and its rows hold them."""
+    if any(x.ndim != 1 or x.dtype.kind != "i" for x in plan) or not len(plan.first):
+        return False
+    first, owner, start, length = plan
+    if (
+        not len(owner) == len(start) == len(length) == first[-1]
+        or first[0] != 0
+        or np.any(np.diff(first) < 0)
+    ):
+        return False
+    if np.any(owner < 0) or np.any(owner >= len(store.files)) or np.any(start < 0) or np.any(length < 0):
+        return False
+    counts = np.array([file.count for file in store.files])
+    filled = np.diff(np.concatenate([[0], np.cumsum(length)])[first])
+    return bool(np.all(start + length < counts[owner]) and np.all(filled <= sequence_length))
 
 
 def plan_packing(

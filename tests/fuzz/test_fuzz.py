@@ -20,8 +20,7 @@ from support.runs import environment, train
 SEED = os.environ.get("FUZZ_SEED", "0")
 SLOW_INPUTS = int(os.environ.get("FUZZ_INPUTS", "20000"))
 TRICKS, EDITS = 5, 3  # of each reader, by default
-OF_DATA = (".bin", "megatron index", "megatron tokens", "npz", "jsonl", "jsonl.gz", "text")
-UNDONE = ("packing",)  # a kept packing that is damaged is not made again yet
+OF_DATA = (".bin", "megatron index", "megatron tokens", "npz", "jsonl", "jsonl.gz", "text", "packing")
 OF_DATA += ("token cache's meta.json", "token cache's table", "token cache's tokens", "tokenizer.json")
 COSTLY = "state"  # which restores a checkpoint for each input
 WALL_S = 60  # for an answer: the program itself limits a reader's processor time
@@ -90,7 +89,6 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
             inputs = [
                 (name, n)
                 for name, known in names
-                if name not in UNDONE
                 for n in range(
                     0 if name in OF_DATA else -readers.places,
                     known + (left if name != COSTLY else left // 10),
@@ -121,8 +119,6 @@ def test_a_malformed_file_gives_a_value_or_an_error_of_ours(run):
     draw = Random(SEED)
     inputs = []
     for name, known in readers.tricks.items():
-        if name in UNDONE:
-            continue
         inputs += [(name, n) for n in sorted(draw.sample(range(known), min(TRICKS, known)))]
         inputs += [(name, known + n) for n in range(EDITS)]
         inputs += [(name, -1 - n) for n in range(readers.places) if name not in OF_DATA]
