@@ -342,6 +342,17 @@ def test_text_is_tokenised_once(tmp_path):
     assert any("tokenised 60" in line for line in third)
 
 
+def test_a_damaged_packing_is_made_again(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    expected = open_texts(folder, tmp_path, packing="documents").train_batch(0, 4)
+    kept = min((tmp_path / "cache").glob("packing-*.npz"))
+    sound = kept.read_bytes()
+    for place in range(0, len(sound), len(sound) // 40):
+        kept.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        again = open_texts(folder, tmp_path, packing="documents").train_batch(0, 4)
+        assert all(np.array_equal(expected[name], again[name]) for name in expected), place
+
+
 # --- Tokenizers ----------------------------------------------------------------------------------
 
 
