@@ -5,6 +5,7 @@
     <folder>/<step>/manifest.json        checksums of all files (see `manifest`); written last
     <folder>/<step>.unfinished           a marker: this step is being written or deleted
     <folder>/<step>.orbax-checkpoint-tmp what Orbax has not committed (yet)
+    .lock                                held by the one process that writes here; object stores: owner.json
     quarantine/<step>/, <step>.json      a step that cannot be trusted, and the reason
 
 A step counts from the moment its manifest is there. Until then the marker tells a save that died,
@@ -34,6 +35,7 @@ STATE_ITEM = "state"
 METADATA_ITEM = "metadata"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
+LOCK, OWNER = ".lock", "owner.json"  # of the process that writes to the folder; where no lock is, a lease
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
@@ -211,10 +213,13 @@ def read_step(folder: Path, step: int) -> StepInfo:
             for name, entry in document["arrays"].items()
         }
         metadata = of_kind(document["run"], dict, "run")
+        says = metadata["progress"]["step"] if "progress" in metadata else step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error
     if version != (FORMAT, step):
         raise CheckpointError(f"{file} says format, step = {version}; required: {(FORMAT, step)}")
+    if says != step:
+        raise CheckpointError(f"its run had made {says} steps, not {step}: another step's content")
     return StepInfo(arrays, metadata)
 
 

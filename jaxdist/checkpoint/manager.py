@@ -5,8 +5,10 @@ Orbax is imported on first use (or by `preload` in a background thread while XLA
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import queue
+import secrets
 import shutil
 import threading
 import time
@@ -23,12 +25,14 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination
+from jaxdist.storage import lock
 
 # With several processes, process 0's clock decides for all; asking it is a wait for that process, so
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _MOST_TRIED = 64  # whole steps that a restore looks at
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
 _GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
 
 
@@ -49,6 +53,12 @@ class SaveResult:
 Wanted = Callable[[StepInfo], Any]  # what a step says about itself -> abstract state
 
 
+class NotOwner(CheckpointError):
+    """Another process has become the owner of the folder."""
+
+    reason = "owner"  # in the event `stop`
+
+
 class Restored(NamedTuple):
     """A state in the target shardings, and the metadata that was saved with it."""
 
@@ -66,18 +76,27 @@ class CheckpointManager:
 
     With several processes each makes the same calls in the same order (`save`, `restore` and
     `should_save` communicate); process 0 alone seals, deletes and moves. One store may write to a
-    folder at a time: with mode "write" the leftovers of dead saves are deleted here. Mode "read"
-    changes nothing. Always `close` (or use `with`): a save that still runs when the interpreter
+    folder at a time: with mode "write" it is locked, and the leftovers of dead saves are deleted. Mode
+    "read" changes nothing. Always `close` (or use `with`): a save that still runs when the interpreter
     ends is lost.
     """
 
     def __init__(
-        self, folder: Path | str, config: CheckpointConfig, *, mode: Literal["write", "read"] = "write"
+        self,
+        folder: Path | str,
+        config: CheckpointConfig,
+        *,
+        mode: Literal["write", "read"] = "write",
+        run: str | None = None,
     ):
-        """Opens the folder; with mode "write" makes it.
+        """Opens the folder; with mode "write" makes it and becomes its owner.
+
+        Args:
+          run: the identity of the caller's run, where it is known.
 
         Raises:
-          CheckpointError: the folder cannot be written.
+          CheckpointError: the folder cannot be written, or belongs to another run.
+          lock.Locked: another process owns it.
         """
         self.folder, self.config, self.mode = folders.as_path(folder), config, mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
@@ -86,19 +105,50 @@ class CheckpointManager:
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
-        self._run: str | None = None  # identity of the run; process 0 knows it
+        self.run: str | None = None  # identity of the run; process 0 knows it
+        self._owned = contextlib.ExitStack()
+        self._is_ours: lock.IsHeld = lambda: True  # process 0 asks
         if jax.process_index() == 0:
-            try:
-                if mode == "write":
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    folders.remove_leftovers(self.folder)
-                self._run = integrity.identity(self.folder, create=mode == "write")
-            except OSError as error:
-                raise CheckpointError(f"{self.folder} cannot be written: {_short(error)}") from error
+            self.run = integrity.identity(self.folder, create=False, own=run)
+            if mode == "write":
+                try:
+                    self._become_owner(run)
+                except OSError as error:
+                    self._owned.close()
+                    raise CheckpointError(f"{self.folder} cannot be written: {_short(error)}") from error
+
+    def _become_owner(self, run: str | None) -> None:
+        """Locks the folder, or where nothing can be locked leases it, and removes what dead saves left.
+
+        Raises:
+          OSError: the folder cannot be written.
+          lock.Locked: another process owns it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if not isinstance(self.folder, Path):
+                raise OSError(errno.ENOLCK, "an object store")
+            self._is_ours = self._owned.enter_context(lock.exclusive(self.folder / folders.LOCK))
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            resumes, name = run is not None, self.run or secrets.token_hex(8)
+            lease = lock.lease(self.folder / folders.OWNER, name, resumes=resumes)
+            self._is_ours = self._owned.enter_context(lease)
+        folders.remove_leftovers(self.folder)
+        self.run = integrity.identity(self.folder, create=True, own=run)
 
     def owner(self) -> str | None:
         """Returns the identity of the run whose folder this process sees; None if it sees none."""
-        return integrity.identity(self.folder, create=False)
+        return integrity.read_identity(self.folder)
+
+    def check_owner(self) -> None:
+        """Raises NotOwner, on all processes, if another process has become the folder's owner."""
+        if coordination.broadcast(jax.process_index() == 0 and not self._is_ours()):
+            raise NotOwner(
+                f"{self.folder}: another process has taken it over, or replaced its {folders.LOCK}; this run "
+                f"saves no more there; stop one of the two, or give it another checkpoint.folder"
+            )
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as they are on disk now."""
@@ -142,9 +192,11 @@ class CheckpointManager:
         Raises:
           TypeError, ValueError: `metadata` is not JSON, or the store is read-only. A disk or Orbax
             error is never raised here, it is a `SaveResult`.
+          NotOwner: another process has become the folder's owner.
         """
         if self.mode != "write":
             raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
+        self.check_owner()
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
         num_bytes, started = trees.tree_bytes(arrays), time.monotonic()
@@ -212,14 +264,16 @@ class CheckpointManager:
             self._backend.finish()
             fingerprints = fingerprint.finish(names, sums)
             if jax.process_index() == 0:
-                assert self._run is not None
-                integrity.seal(self.folder, step, self._run, fingerprints)
+                if not self._is_ours():
+                    raise CheckpointError(f"{self.folder} is another process's by now")
+                assert self.run is not None
+                integrity.seal(self.folder, step, self.run, fingerprints)
                 folders.end_save(self.folder, step)
         except Exception as error:
             ok, problem = False, CheckpointError(f"step {step} was not saved: {_short(error)}")
             self._last_step = None  # so that a save at the end is tried again
         try:
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and self._is_ours():
                 self._tidy(step, committed=ok)
         except OSError as error:
             problem = problem or CheckpointError(f"old checkpoints were not deleted: {_short(error)}")
@@ -268,6 +322,8 @@ class CheckpointManager:
         """
         if not callable(abstract_state):
             _require_shardings(state_dict.to_canonical(abstract_state))
+        if self.mode == "write":
+            self.check_owner()
         self.wait()
         candidates = [step] if step is not None else coordination.broadcast(self._candidates())
         if not candidates:
@@ -308,7 +364,7 @@ class CheckpointManager:
         """
         with _error_on_all(CheckpointError, OSError):  # before a read that waits for all processes
             share = jax.process_index(), jax.process_count()
-            manifest = integrity.check(self.folder, step, run=self._run, part=share)
+            manifest = integrity.check(self.folder, step, run=self.run, part=share)
             info = folders.read_step(self.folder, step)
         if callable(abstract_state):
             abstract_state = abstract_state(info)
@@ -324,6 +380,8 @@ class CheckpointManager:
         sums = fingerprint.of(arrays)
         if changed := [name for name in sums if sums[name] != manifest.fingerprints.get(name)]:
             raise CheckpointError(f"not what was saved, by fingerprint: {', '.join(changed[:8])}")
+        if "step" in arrays and (made := int(arrays["step"])) != step:
+            raise CheckpointError(f"its state had made {made} steps, not {step}: another step's content")
         state_dict.check_retired(arrays)
         return restored
 
@@ -339,9 +397,11 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the running save and release threads; `poll` still gives its result."""
-        if self.wait() and "_backend" in self.__dict__:
-            self._backend.close()
-            del self._backend
+        if self.wait():  # else the save that hangs still needs both
+            if "_backend" in self.__dict__:
+                self._backend.close()
+                del self._backend
+            self._owned.close()
 
     def __enter__(self) -> "CheckpointManager":
         return self

@@ -92,7 +92,13 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check(
-    folder: Path, step: int, *, run: str | None = None, part: tuple[int, int] = (0, 1), contents: bool = True
+    folder: Path,
+    step: int,
+    *,
+    run: str | None = None,
+    part: tuple[int, int] = (0, 1),
+    contents: bool = True,
+    inside: str = "",
 ) -> Manifest:
     """Returns the manifest of a step that is all it was when sealed.
 
@@ -100,6 +106,7 @@ def check(
       run: the identity that the step must have; None: any.
       part: (i, n): of the files hash only every n-th, from the i-th: n processes share the work.
       contents: whether to hash at all, or to look only at names and sizes.
+      inside: hash only files whose names begin so.
 
     Raises:
       CheckpointError: what is wrong with it.
@@ -117,7 +124,8 @@ def check(
         if name in sizes and sizes[name] != size:
             faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
     if not faults and contents:
-        hashed = _hashed(path, sorted(sizes.items())[part[0] :: part[1]])
+        chosen = sorted(file for file in sizes.items() if file[0].startswith(inside))
+        hashed = _hashed(path, chosen[part[0] :: part[1]])
         faults = [f"{n} has changed since it was sealed" for n in hashed if hashed[n] != manifest.files[n]]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -146,24 +154,65 @@ def _hashed(path: Path, files: Sequence[tuple[str, int]]) -> dict[str, tuple[int
 # --- identity -------------------------------------------------------------------------------------
 
 
-def identity(folder: Path, *, create: bool) -> str | None:
+def identity(folder: Path, *, create: bool, own: str | None = None) -> str | None:
     """Returns the identity of the run that owns `folder`.
 
-    Where the file is absent or damaged it is that of the newest step with a sound manifest (a step
-    copied to a new folder begins a run there), and with `create` written, made up if need be.
+    Where the file is absent or damaged it is `own`, or else that of the steps, if all are of one run (a
+    step copied to a new folder begins a run there), and with `create` written, made up if need be.
+
+    Args:
+      own: the identity that the caller's run is known to have.
+
+    Raises:
+      CheckpointError: the folder is another run's than `own`, or nothing says whose of several it is.
     """
+    if (name := read_identity(folder)) is None:
+        steps = _steps_by_run(folder)
+        if own is None and len(steps) > 1:
+            raise CheckpointError(
+                f"{folder} holds steps of several runs, and which of them it belongs to is lost with its "
+                f"file {IDENTITY}: {_shown(steps)}; move the steps of all runs but one elsewhere"
+            )
+        name = own or next(iter(steps), None) or (secrets.token_hex(8) if create else None)
+        if create and name:
+            atomic.write_text(folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True)
+    elif own not in (None, name):
+        raise CheckpointError(
+            f"{folder} belongs to run {name}, and this is run {own} (steps there: "
+            f"{_shown(_steps_by_run(folder)) or 'none'}); put this run's own checkpoints back"
+        )
+    return name
+
+
+def read_identity(folder: Path) -> str | None:
+    """Returns the identity that the folder's file names; None if it is absent or damaged."""
     with contextlib.suppress(OSError, ValueError):
         name, _, check_sum = untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
         if check_sum == digest(name)[:8]:
             return name
-    name = _newest_run(folder) or (secrets.token_hex(8) if create else "")
-    if create:
-        atomic.write_text(folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True)
-    return name or None
+    return None
 
 
-def _newest_run(folder: Path) -> str:
+def _steps_by_run(folder: Path) -> dict[str, list[int]]:
+    """Returns {run: its steps with a sound manifest, descending}."""
+    runs: dict[str, list[int]] = {}
     for step in reversed(folders.list_steps(folder)):
         with contextlib.suppress(CheckpointError, OSError):
-            return check(folder, step, contents=False).run
-    return ""
+            runs.setdefault(check(folder, step, contents=False).run, []).append(step)
+    return runs
+
+
+def _shown(steps: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"run {run}: {', '.join(map(str, each[:_SHOWN]))}" for run, each in steps.items())
+
+
+def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
+    """Returns what the newest step of a run that looks sound says beside its arrays; {} if there is none.
+
+    Of its files only those of the metadata are hashed.
+    """
+    for step in reversed(folders.list_steps(folder)):
+        with contextlib.suppress(CheckpointError, OSError):
+            check(folder, step, run=run, inside=f"{folders.METADATA_ITEM}/")
+            return folders.read_step(folder, step).metadata
+    return {}

@@ -95,7 +95,8 @@ def load_run(
     config, rules, spec = _fitted(config, devices, mesh)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
     checkpoints = workdir.checkpoints_folder(folder, config)
-    with CheckpointManager(checkpoints, config.checkpoint, mode="read") as store:
+    run = workdir.own_identity(folder)
+    with CheckpointManager(checkpoints, config.checkpoint, mode="read", run=run) as store:
         restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
         for bad, reason in store.bad_steps.items():
             log(f"checkpoint {bad} cannot be used: {reason}")

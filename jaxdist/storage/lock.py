@@ -1,11 +1,24 @@
-"""One process at a time: the lock of a file, which ends with its process."""
+"""One process at a time: a file's lock, which ends with its process; where there is none, a lease."""
 
 import contextlib
+import errno
 import fcntl
+import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
+
+from jaxdist.storage import atomic
+
+RENEW_S = 10  # between two renewals of a lease
+TAKEOVER_S = 120  # a lease that was not renewed for so long is over
+_SETTLE_S = 1.0  # after which the last of several writers of a record sees itself
+
+IsHeld = Callable[[], bool]  # whether it is still ours: a file can be replaced, a lease taken over
 
 
 class Locked(Exception):
@@ -13,30 +26,137 @@ class Locked(Exception):
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> Iterator[IsHeld]:
     """Creates a file, holds its lock and writes into it which process does.
 
-    A file system without locks counts as locked for a caller that does not wait, and as free for
-    one that does.
+    A file system without locks counts as free for a caller that waits.
 
     Args:
       before_wait: called once, before waiting for another process; None: do not wait.
 
     Raises:
       Locked: another process holds the lock, and `before_wait` is None.
-      OSError: the file cannot be created.
+      OSError: the file cannot be created, or not be locked.
     """
-    with open(path, "a+") as file:
+    with contextlib.ExitStack() as stack:
+        path.touch()
+        # To read: a file that is open to write keeps its disk from being remounted read-only.
+        file = stack.enter_context(path.open())
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(file, before_wait)
         except OSError as error:
-            if before_wait is None:
-                file.seek(0)
-                raise Locked(file.read().strip() or "another process") from None
-            if isinstance(error, BlockingIOError):
-                before_wait()
-                fcntl.flock(file, fcntl.LOCK_EX)
+            if error.errno != errno.EBADF:
+                raise
+            file = stack.enter_context(path.open("r+"))  # NFS locks nothing else
+            _take(file, before_wait)
         with contextlib.suppress(OSError):  # a full disk: what matters is the lock
-            file.truncate(0)
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+        def is_held() -> bool:
+            try:
+                return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+            except OSError:
+                return True  # whoever took the file away has not put another in its place
+
+        yield is_held
+
+
+def _take(file: TextIO, before_wait: Callable[[], None] | None) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if before_wait is None:
+            raise Locked(file.read().strip() or "another process") from None
+        before_wait()
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if before_wait is None or error.errno == errno.EBADF:
+            raise
+
+
+# --- stores without locks -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
+    """Writes who owns the folder of `path`, and renews that from a thread until the body ends.
+
+    Two that come at once may both begin; then `is_held` says no to the one that wrote first.
+
+    Args:
+      path: of the record, a file in any kind of store.
+      resumes: whether no other process goes on with `run`, so that one that died need not be waited for.
+
+    Raises:
+      Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
+      OSError: the record cannot be written.
+    """
+    host, ended = socket.gethostname(), threading.Event()
+    mine = {"run": run, "host": host, "pid": os.getpid(), "start": time.time()}
+
+    def is_held() -> bool:
+        return (other := _read_record(path)) is None or {key: other[key] for key in mine} == mine
+
+    def renew() -> None:
+        atomic.write_text(path, json.dumps(mine | {"time": time.time()}))
+
+    def keep() -> None:
+        while not ended.wait(RENEW_S):
+            with contextlib.suppress(Exception):  # the store is away for a while
+                if not is_held():
+                    return
+                renew()
+
+    _wait_for_the_other(path, run, resumes)
+    renew()
+    time.sleep(_SETTLE_S)
+    if not is_held():
+        raise Locked(_name(_read_record(path) or mine))
+    thread = threading.Thread(target=keep, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield is_held
+    finally:
+        ended.set()
+        thread.join(RENEW_S)
+        with contextlib.suppress(Exception):
+            if is_held():
+                path.unlink()
+
+
+def _wait_for_the_other(path: Path, run: str, resumes: bool) -> None:
+    """Returns once the lease of a record, if there is one, is over; raises Locked where that takes long."""
+    if (other := _read_record(path)) is None:
+        return
+    left_s = other["time"] + TAKEOVER_S - time.time()
+    if resumes and other["run"] == run:
+        if other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
+            return
+        time.sleep(min(max(left_s, 0), RENEW_S + 2 * _SETTLE_S))  # one that lives renews it meanwhile
+        if _read_record(path) in (None, other):
+            return
+    if 0 < left_s < 2 * TAKEOVER_S:  # no clock is wrong by more
+        raise Locked(f"{_name(other)}; if that has ended, wait {left_s:.0f} s")
+
+
+def _name(record: dict[str, Any]) -> str:
+    return f"process {record['pid']} on {record['host']} (run {record['run']})"
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Returns what a record says; None if there is none, none of ours, or the store is away."""
+    with contextlib.suppress(Exception):
+        record = json.loads(path.read_text())
+        kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
+        return {key: kind(record[key]) for key, kind in kinds.items()}
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return pid != os.getpid()  # it is our own number, of a process before us

@@ -24,6 +24,11 @@ def read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error
+    return renamed(stored)
+
+
+def renamed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Returns a stored config in today's words."""
     if isinstance(model := stored.get("model"), dict) and str(model.get("target")) in registry.MOVED:
         model["target"] = registry.MOVED[model["target"]]
     if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":

@@ -98,6 +98,8 @@ def init_or_restore(
                 restored = store.restore(built.views.abstract)
             except LayoutError as error:
                 raise ConfigError(error.faults) from error
+            if workdir.CONFIG_KEY in restored.metadata:
+                workdir.check_stored_config(restored.metadata, config, store.folder)
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
             progress = Progress(**restored.metadata["progress"])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
 from jaxdist.config import extras, schema
 from jaxdist.data import Dataset, SourceError
 from jaxdist.distributed import consistency, coordination
@@ -96,7 +96,7 @@ def train(
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         mesh = build_mesh(config.mesh, devices)
         built = build.build_step(config, spec, mesh, rules, optimizer=inputs.optimizer, max_traces=MAX_TRACES)
-        _describe(config, spec, built, dataset, folder)
+        _describe(config, spec, built, dataset, folder, store.run)
         try:
             start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
         except CheckpointError as error:  # the run never begins, but its events say why
@@ -144,11 +144,13 @@ def _open_workdir(
     return store
 
 
-def _describe(config: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, folder: Path) -> None:
+def _describe(
+    config: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, folder: Path, identity: str | None
+) -> None:
     """Writes run.json and prints what the run will do."""
     rules, devices = built.rules, built.mesh.devices
     if _is_lead():
-        description = workdir.describe_run(config, spec, built, dataset)
+        description = workdir.describe_run(config, spec, built, dataset) | {workdir.IDENTITY_KEY: identity}
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
     counts = build.counts(config, spec)
     _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
@@ -209,9 +211,11 @@ class Trainer:
         try:
             with StopSignals() as signals:
                 state, reason = self._train_through_faults(state, signals)
-        except (SourceError, TrainingStopped, jax.errors.JaxRuntimeError) as error:
+        except (SourceError, TrainingStopped, NotOwner, jax.errors.JaxRuntimeError) as error:
             cause = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
             self.writer.event("stop", progress.step, reason=cause, error=str(error))
+            if isinstance(error, NotOwner):
+                raise TrainingStopped(str(error), error.reason) from error
             raise
         if lost := self.saver.finish(progress.step):
             message = f"the last checkpoint could not be written; {lost}; free the disk and run again"

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxdist
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, is_text, schema
@@ -25,7 +26,7 @@ from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import atomic, lock
+from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json
@@ -36,6 +37,7 @@ CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
 CONFIG_KEY = "config"  # in a checkpoint's metadata: the run's whole config
+IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoints
 
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
@@ -58,16 +60,30 @@ def name_fault(folder: Path | str) -> str:
     return f"{whole!r}: not UTF-8, so that the checkpoint library cannot write there; give another folder"
 
 
+def own_identity(folder: Path) -> str | None:
+    """Returns the identity of the run in `folder`, as its run.json has it; None if that is not known."""
+    with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
+        return untrusted.of_kind(untrusted.read_json(folder / RUN, dict)[IDENTITY_KEY], str)
+    return None
+
+
 def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
     """Returns the store of the run in `folder`, to write.
 
     Raises:
-      ConfigError: it cannot be written.
+      ConfigError: it cannot be written, is in use, or belongs to another run.
     """
+    place = checkpoints_folder(folder, config)
     try:
-        return CheckpointManager(checkpoints_folder(folder, config), config.checkpoint)
+        return CheckpointManager(place, config.checkpoint, run=own_identity(folder))
+    except lock.Locked as holder:
+        raise ConfigError(
+            f"checkpoint.folder {place}: in use by {holder}; stop it, or give this run a folder of its own"
+        ) from None
     except CheckpointError as error:
-        raise ConfigError(f"{error}; give a --workdir or checkpoint.folder that can") from error
+        cure = "; give a --workdir or checkpoint.folder that can"
+        other = ", or give another --workdir and checkpoint.folder"
+        raise ConfigError(f"{error}{cure if isinstance(error.__cause__, OSError) else other}") from error
 
 
 @contextlib.contextmanager
@@ -117,32 +133,62 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     """Writes config.json; for a run that goes on, refuses changes that would alter its losses.
 
     Raises:
-      ConfigError: one line per such change.
+      ConfigError: one line per such change; the checkpoints are another run's.
     """
-    new, faults = schema.to_config_dict(run), []
-    if (folder / CONFIG).exists():
-        old = read_config(folder, named=run.model["target"], trust_code=None)
-        checkpoints = checkpoints_folder(folder, run)
-        if has_steps(checkpoints):
-            faults = [
-                f"{change.path}: the run in {folder} has {change.old!r}, now {change.new!r}; "
-                f"put it back, or start a new run with another --workdir"
-                for change in schema.diff(schema.to_config_dict(old), new)
-                if not any(fnmatch(change.path, pattern) for pattern in harmless_on_resume(run))
-            ]
-        elif has_steps(before := checkpoints_folder(folder, old)):
-            faults = [
-                f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
-                f"has none; put it back, copy them, or start a new run with another --workdir"
-            ]
-    if faults:
-        raise ConfigError(faults)
-    write_json(folder / CONFIG, new.to_dict())
+    checkpoints = checkpoints_folder(folder, run)
+    exists, target = (folder / CONFIG).exists(), run.model["target"]
+    old = read_config(folder, named=target, trust_code=None) if exists else None
+    if has_steps(checkpoints):
+        try:
+            owner = manifest.identity(checkpoints, create=False, own=own_identity(folder))
+        except CheckpointError as error:
+            raise ConfigError(f"{error}, or give another --workdir and checkpoint.folder") from error
+        metadata = manifest.newest_metadata(checkpoints, owner)
+        if old is not None and CONFIG_KEY not in metadata:  # of a version that did not store it
+            metadata |= stored_config(old)
+        check_stored_config(metadata, run, folder if checkpoints == folder / CHECKPOINTS else checkpoints)
+    elif old is not None and has_steps(before := checkpoints_folder(folder, old)):
+        raise ConfigError(
+            f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
+            f"has none; put it back, copy them, or start a new run with another --workdir"
+        )
+    write_json(folder / CONFIG, schema.to_config_dict(run).to_dict())
 
 
 def stored_config(run: RunConfig) -> dict[str, Any]:
     """Returns what a checkpoint's metadata says of its run's config: all of it, as config.json does."""
     return {CONFIG_KEY: schema.to_config_dict(run).to_dict()}
+
+
+def check_stored_config(metadata: Mapping[str, Any], run: RunConfig, place: Path) -> None:
+    """Refuses to go on from a checkpoint whose run has other losses than `run`.
+
+    Args:
+      metadata: of the checkpoint; from an older version it has only a fingerprint of the config, or nothing.
+      place: the folder to name.
+
+    Raises:
+      ConfigError: one line for each key whose change alters them.
+    """
+    at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
+    cure, faults = f"put it back, or branch with init.from_run={place}{at} in another --workdir", []
+    if isinstance(stored := metadata.get(CONFIG_KEY), dict):
+        old, new = config_json.renamed(config_json.tupled(stored)), schema.to_config_dict(run)
+        if config_json.target_of(old) == (target := run.model["target"]):  # adds keys that are newer than it
+            old = schema.to_config_dict(config_json.resolve(old, place, named=target, trust_code=None))
+        faults = [
+            f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
+            for change in schema.diff(old, new)
+            if not any(fnmatch(change.path, pattern) for pattern in harmless_on_resume(run))
+        ]
+    elif (metadata.get("fingerprints") or {}).get("config") not in (None, run_fingerprint(run)):
+        faults = [f"the run in {place} had another config, and its {CONFIG} is lost; {cure}"]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _shown(value: object) -> str:
+    return "(absent)" if value is schema.MISSING else repr(value)
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:

@@ -65,7 +65,7 @@ def test_restore_is_bitwise_on_any_mesh(tmp_path, tx, shape):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_donating_right_after_save_does_not_reach_the_checkpoint(tmp_path, asynchronous):
-    state = make_state(mesh_of(4, 2), width=256)
+    state = make_state(mesh_of(4, 2), seed=1, width=256)
     want = jax.tree.map(lambda x: np.array(x, copy=True), state)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=shardings_on(mesh_of(4, 2), state))
@@ -495,8 +495,8 @@ WORKER = """
 
     def state_on(shape, spec):
         mesh = Mesh(np.array(jax.devices()).reshape(shape), ("a", "b"))
-        shardings = {"w": NamedSharding(mesh, spec), "step": NamedSharding(mesh, P())}
-        values = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "step": np.int32(7)}
+        shardings = {"w": NamedSharding(mesh, spec), "count": NamedSharding(mesh, P())}
+        values = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "count": np.int32(7)}
         return values, {
             name: jax.make_array_from_callback(v.shape, shardings[name], lambda i, v=v: v[i])
             for name, v in values.items()
@@ -562,9 +562,9 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
             worker.kill()
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
     assert folders.list_steps(tmp_path) == [2, 3]
-    target = {"w": jnp.zeros((8, 8)), "step": jnp.int32(0)}
+    target = {"w": jnp.zeros((8, 8)), "count": jnp.int32(0)}
     with CheckpointManager(tmp_path, CheckpointConfig(), mode="read") as store:
         restored = store.restore(target)
     assert restored.metadata == {"data": 3}
-    want = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "step": np.int32(7)}
+    want = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "count": np.int32(7)}
     assert_bitwise(restored.state, want)

@@ -28,6 +28,7 @@ from support.checkpoints import (
     abstract_on,
     assert_bitwise,
     flip,
+    make_state,
     mesh_of,
     names,
     save_and_wait,
@@ -172,7 +173,7 @@ def test_every_byte_of_a_manifest_matters(copy):
 @pytest.mark.parametrize("damaged", [(3,), (2,), (3, 2)], ids=["newest", "second newest", "both"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
-    states = sound[1]
+    states = sound[1] | {4: sound[1][3]._replace(step=sound[1][3].step + 1)}
     do, said = DAMAGE[damage]
     for step in damaged:
         do(copy / str(step))
@@ -191,8 +192,8 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
             assert (aside / str(step)).is_dir() and not (copy / str(step)).exists()
         # The run goes on from there, and comes to these steps again.
         for step in range(good + 1, 5):
-            assert save_and_wait(store, step, states[min(step, 3)], data=min(step, 3)).ok
-    assert restored_step(copy, states) == (3, {})
+            assert save_and_wait(store, step, states[step], data=step).ok
+    assert restored_step(copy, states) == (4, {})
     assert names(copy) == ["1", "2", "3", "4"]
 
 
@@ -277,7 +278,7 @@ def test_a_step_of_another_run_is_foreign(sound, copy, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["gone", "flipped", "empty"])
-def test_a_lost_identity_is_that_of_the_newest_step(sound, copy, how):
+def test_a_lost_identity_is_that_of_the_steps(sound, copy, how):
     file = copy / integrity.IDENTITY
     known = integrity.identity(copy, create=False)
     assert known and file.read_text().startswith(known)
@@ -285,6 +286,55 @@ def test_a_lost_identity_is_that_of_the_newest_step(sound, copy, how):
     assert integrity.identity(copy, create=False) == known
     assert restored_step(copy, sound[1]) == (3, {})
     assert file.read_text().startswith(known)
+
+
+def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
+    own = integrity.identity(copy, create=False)
+    saved(tmp_path / "other" / "checkpoints", [5])
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "5", copy / "5")
+    other = integrity.read_manifest(copy / "5").run
+    (copy / integrity.IDENTITY).unlink()
+    for mode in ("read", "write"):
+        with pytest.raises(CheckpointError, match=f"run {other}: 5; run {own}: 3, 2, 1; move the steps"):
+            CheckpointManager(copy, CheckpointConfig(), mode=mode)
+    assert names(copy) == ["1", "2", "3", "5"]
+    with CheckpointManager(copy, CheckpointConfig(), run=own) as store:  # the workdir knows it
+        restored = store.restore(abstract_on(mesh_of(1, 1), sound[1][3]))
+        assert restored.metadata == {"data": 3} and list(store.bad_steps) == [5]
+    assert integrity.read_identity(copy) == own
+    with pytest.raises(CheckpointError, match=f"belongs to run {own}, and this is run {other}"):
+        CheckpointManager(copy, CheckpointConfig(), run=other)
+
+
+# ---- which step it is
+
+
+def forge(path: Path, step: int) -> None:
+    """Seals what is at `path` as `step`, with right hashes throughout."""
+    file = path / "metadata" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": step}))
+    known = integrity.read_manifest(path)
+    (path / integrity.MANIFEST).unlink()
+    integrity.seal(path.parent, step, known.run, known.fingerprints)
+
+
+def test_a_steps_content_under_another_number_is_bad(sound, copy):
+    """The seal, the hashes and the fingerprints are right; the step in the state is not."""
+    shutil.copytree(copy / "1", copy / "20")
+    forge(copy / "20", 20)
+    integrity.check(copy, 20)
+    assert folders.read_step(copy, 20).metadata == {"data": 1}
+    step, bad = restored_step(copy, sound[1])
+    assert step == 3 and bad == {20: "its state had made 1 steps, not 20: another step's content"}
+    assert (copy.parent / "quarantine" / "20").is_dir()
+
+
+def test_progress_of_another_step_is_bad(tmp_path):
+    state = make_state(mesh_of(4, 2), seed=20)
+    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
+        assert save_and_wait(store, 20, state, progress={"step": 8}).ok
+        with pytest.raises(CheckpointError, match="its run had made 8 steps, not 20: another step's content"):
+            store.restore(abstract_on(mesh_of(1, 1), state))
 
 
 # ---- a save that dies

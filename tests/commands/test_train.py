@@ -251,7 +251,7 @@ def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
     faults = refused(capsys, *arguments, *changed)
     changes = dict(fault.split(": ", 1) for fault in faults)
     assert set(changes) == {"seed", "model.d_ff", "optimizer.learning_rate"}
-    cure = f"the run in {folder} has 384, now 256; put it back, or start a new run"
+    cure = f"the run in {folder} has 384, now 256; put it back, or branch with init.from_run={folder}@2 in"
     assert changes["model.d_ff"].startswith(cure)
     assert (folder / "config.json").read_text() == before
 

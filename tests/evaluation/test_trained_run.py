@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_passed_over(trained, here, tmp_path):
     with CheckpointManager(tmp_path / "checkpoints", config) as store:
         state = trained[1]
         for step in (1, 2):
-            store.save(step, state, {})
+            store.save(step, state._replace(step=state.step * 0 + step), {})
         assert all(saved.ok for saved in store.poll())
     for file in (tmp_path / "checkpoints" / "2" / "state").rglob("*"):
         if file.is_file():

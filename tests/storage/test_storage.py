@@ -1,7 +1,11 @@
 """Files whole or not at all, locks between processes, digests that caches keep."""
 
 import hashlib
+import json
 import multiprocessing
+import os
+import socket
+import time
 
 import pytest
 
@@ -72,3 +76,71 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     (tmp_path / "a").write_bytes(b"1\x00two")
     expected = hashlib.sha256(b"1\x00two").hexdigest()
     assert digest(1, "two") == digest_bytes(b"1\x00two") == digest_file(tmp_path / "a") == expected
+
+
+def test_a_lock_file_that_is_replaced_is_no_longer_held(tmp_path):
+    path = tmp_path / "lock"
+    with lock.exclusive(path) as is_held:
+        assert is_held()
+        path.unlink()
+        assert is_held()  # nobody has taken it
+        with lock.exclusive(path) as held_by_another:
+            assert held_by_another() and not is_held()
+
+
+@pytest.fixture(name="hurried")
+def hurried_fixture(monkeypatch):
+    for name, seconds in {"RENEW_S": 0.05, "TAKEOVER_S": 0.6, "_SETTLE_S": 0.05}.items():
+        monkeypatch.setattr(lock, name, seconds)
+
+
+def take(path, run, *, resumes=False):
+    with lock.lease(path, run, resumes=resumes) as is_held:
+        return is_held()
+
+
+def test_a_lease_is_renewed_and_ends_with_its_owner(tmp_path, hurried):
+    path = tmp_path / "owner.json"
+    with lock.lease(path, "a", resumes=False) as is_held:
+        begun = json.loads(path.read_text())
+        assert begun.keys() == {"run", "host", "pid", "start", "time"} and begun["pid"] == os.getpid()
+        time.sleep(0.8)  # longer than it lasts by itself
+        assert is_held() and json.loads(path.read_text())["time"] > begun["time"] + 0.5
+        with pytest.raises(lock.Locked, match=r"process \d+ on .* \(run a\); if that has ended, wait \d+ s"):
+            take(path, "b")
+    assert not path.exists() and take(path, "b")
+
+
+@pytest.mark.parametrize(
+    ("run", "host", "age_s", "free"),
+    [("a", "here", 0, True), ("a", "there", 0, True), ("b", "there", 0, False), ("b", "there", 1, True)],
+)
+def test_a_lease_of_the_dead_is_taken_over(tmp_path, hurried, run, host, age_s, free):
+    """By its own run once it is not renewed, by another after its time."""
+    ended = multiprocessing.get_context("spawn").Process(target=str)
+    ended.start()
+    ended.join()
+    left = {"run": "a", "pid": ended.pid, "host": socket.gethostname() if host == "here" else host}
+    now = time.time()
+    path = tmp_path / "owner.json"
+    path.write_text(json.dumps(left | {"start": now, "time": now - age_s}))
+    if free:
+        assert take(path, run, resumes=True)
+    else:
+        with pytest.raises(lock.Locked, match=f"process {ended.pid} on there"):
+            take(path, run, resumes=True)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "[" * 99_999])
+def test_a_record_that_is_none_holds_nobody_up(tmp_path, hurried, text):
+    (tmp_path / "owner.json").write_text(text)
+    assert take(tmp_path / "owner.json", "a")
+
+
+def test_a_lease_that_was_taken_over_is_not_held(tmp_path, hurried):
+    path = tmp_path / "owner.json"
+    with lock.lease(path, "a", resumes=False) as is_held:
+        path.write_text(path.read_text().replace('"a"', '"b"'))
+        time.sleep(0.2)
+        assert not is_held()
+    assert path.exists()  # the other's

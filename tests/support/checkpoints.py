@@ -86,9 +86,9 @@ def save_and_wait(store: CheckpointManager, step: int, state: Any, **metadata: A
 
 
 def names(folder: Path) -> list[str]:
-    """Return what is in a folder of checkpoints, but for the run's identity."""
+    """Return what is in a folder of checkpoints, but for the run's identity and the lock."""
     found = sorted(path.name for path in folder.iterdir())
-    return [name for name in found if name != manifest.IDENTITY]
+    return [name for name in found if name not in (manifest.IDENTITY, folders.LOCK)]
 
 
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:
