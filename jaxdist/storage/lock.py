@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxdist.storage import atomic
+from jaxdist.storage import atomic, untrusted
 
 RENEW_S = 10  # between two renewals of a lease
 TAKEOVER_S = 120  # a lease that was not renewed for so long is over
@@ -146,7 +146,7 @@ def _name(record: dict[str, Any]) -> str:
 def _read_record(path: Path) -> dict[str, Any] | None:
     """Returns what a record says; None if there is none, none of ours, or the store is away."""
     with contextlib.suppress(Exception):
-        record = json.loads(path.read_text())
+        record = untrusted.read_json(path, dict)
         kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
         return {key: kind(record[key]) for key, kind in kinds.items()}
     return None

@@ -28,7 +28,6 @@ from jaxdist.models import registry
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import untrusted
-from jaxdist.storage.digest import digest_file
 from jaxdist.trainer import config_json, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 
@@ -71,10 +70,7 @@ class Source:
             )
         for step in reversed(steps) if self.step is None else [self.step]:
             try:
-                sealed = manifest.check(self.checkpoints, step, contents=False).files
-                for name in [name for name in sealed if name.startswith(f"{folders.METADATA_ITEM}/")]:
-                    if digest_file(self.checkpoints / str(step) / name) != sealed[name][1]:
-                        raise CheckpointError(f"{name} has changed since it was sealed")
+                manifest.check(self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/")
                 return folders.read_step(self.checkpoints, step).metadata
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"
@@ -93,11 +89,8 @@ class Source:
                 stored = untrusted.read_json(self.workdir / workdir.CONFIG, dict)
             except (OSError, untrusted.Malformed) as error:
                 raise ConfigError(f"{self.workdir / workdir.CONFIG} is damaged ({error})") from error
-        config = config_json.tupled(stored if isinstance(stored, dict) else {})
-        model = config["model"] = _group(config, "model")
-        if (target := str(model.get("target"))) in registry.MOVED:
-            model["target"] = registry.MOVED[target]
-        return config
+        config = config_json.renamed(config_json.tupled(stored if isinstance(stored, dict) else {}))
+        return config | {"model": _group(config, "model")}
 
 
 def locate(name: str) -> Source:
@@ -129,11 +122,8 @@ def refuse_own_folder(config: RunConfig, folder: Path) -> None:
         source = locate(name)
     except ConfigError:
         return  # what is not there is not this run's; one that goes on needs it no more
-    if (
-        _resolved(own) == _resolved(source.checkpoints)
-        or source.workdir
-        and _resolved(source.workdir) == (_resolved(folder))
-    ):
+    same_workdir = source.workdir is not None and _resolved(source.workdir) == _resolved(folder)
+    if same_workdir or _resolved(own) == _resolved(source.checkpoints):
         raise ConfigError(
             f"init.from_run={name} is the run's own folder: it resumes by itself; leave the key out, or "
             f"give another --workdir (and checkpoint.folder) to branch from it"
@@ -359,9 +349,7 @@ def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
 
 def _merge_fault(source: Source, stored: Mapping[str, Any]) -> str:
     lora = _group(stored, "lora")
-    like = " ".join(
-        f"--config.lora.{name}={lora[name]}" for name in ("rank", "alpha", "base") if name in lora
-    )
+    like = " ".join(f"--config.lora.{name}={lora[name]}" for name in _LORA if name in lora)
     return (
         f"it has adapters, and this run has none; train them on ({like or 'set lora.* as there'}), or merge "
         f"them: jaxdist convert --from {source.workdir or 'WORKDIR'} --to MERGED --format huggingface, then "
@@ -387,7 +375,7 @@ def _converts(theirs: ArrayInfo, ours: ArrayInfo) -> bool:
 
 def _optimizer_faults(arrays: Mapping[str, ArrayInfo], carried: Mapping[str, Any]) -> list[str]:
     """Returns a line if what the optimizer keeps is not what this run's optimizer keeps."""
-    ours = state_dict.describe({name: x for name, x in carried.items()})
+    ours = state_dict.describe(carried)
     there = set(_by_path(arrays, "opt_state").values()) - set(state_dict.RETIRED)
     differ = {n for n in ours if n in there and not _converts(arrays[n], ours[n])}
     if faults := sorted(differ | ((ours.keys() | there) - {n for n in ours if n in arrays})):
