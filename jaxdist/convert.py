@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxdist import interop
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, Parser, schema, trees
+from jaxdist.data import tokenizer_config
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
@@ -80,6 +81,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     tokenizer = target / interop.KEPT / TOKENIZER_FILE
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+        tokenizer_config.write(target, tokenizer_config.read(flags.source))
     longest = values["max_positions"] or fields.get("max_position_embeddings", LONGEST)
     changes: dict[str, object] = {f"model.{name}": value for name, value in values.items()}
     changes |= {"precision.params": dtype, "precision.compute": dtype}

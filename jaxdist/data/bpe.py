@@ -22,7 +22,10 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import one_line
+from jaxdist.data import tokenizer_config
+from jaxdist.data.sources import SpecialTokens, one_line
+from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.data.tokenizer_config import TokenizerConfig
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
@@ -40,16 +43,27 @@ _TRAINING_CHARACTERS = 100_000_000
 class BpeTokenizer:
     """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to nothing."""
 
-    def __init__(self, content: str):
-        """Raises ConfigError where `content` is no tokenizer.json."""
-        self.content: str | None = content
-        with _failures("not a tokenizer.json that `tokenizers` reads"):
-            self._open(content)
+    def __init__(
+        self,
+        content: str,
+        special_tokens: SpecialTokens = "tokens",
+        config: TokenizerConfig = TokenizerConfig(),  # noqa: B008 (frozen)
+    ):
+        """Args:
+          special_tokens: what a text encodes to that spells one: its id, as the file says, or its characters.
+          config: what the files beside `content` say.
 
-    def _open(self, content: str) -> None:
+        Raises:
+          ConfigError: `content` is no tokenizer.json.
+        """
+        self.content: str | None = content
+        self.config = config
+        with _failures("not a tokenizer.json that `tokenizers` reads"):
+            self._open(content, special_tokens)
+
+    def _open(self, content: str, special_tokens: SpecialTokens) -> None:
         self._tokenizer = Tokenizer.from_str(content)
-        # A document that spells "<|endoftext|>" holds these characters, not the end of a document.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = special_tokens == "text"
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         end_tokens = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
@@ -60,7 +74,15 @@ class BpeTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size <= _MAX_ID:
             raise ConfigError(f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}")
-        self.fingerprint = digest(self._tokenizer.to_str())
+        named = (self._tokenizer.token_to_id(x) if isinstance(x, str) else x for x in self.config.end_tokens)
+        # Ids beyond the vocabulary, which some configs name, are never drawn.
+        ends = {i for i in (*named, self.end_of_document) if i is not None and 0 <= i < self.vocab_size}
+        self.end_ids = tuple(sorted(ends))
+        added = self._tokenizer.get_added_tokens_decoder() if special_tokens == "tokens" else {}
+        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
+        # Caches of the two settings must not be mixed up.
+        how = ["special tokens"] if self.special_tokens else []
+        self.fingerprint = digest(self._tokenizer.to_str(), *how)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0]
@@ -88,14 +110,15 @@ def _failures(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
-def load(path: Path, cache: Path | None = None) -> BpeTokenizer:
+def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = "tokens") -> BpeTokenizer:
     """Returns the tokenizer of a tokenizer.json file, after a trial.
 
     Args:
       cache: folder that remembers files that passed; None: the file is tried out in any case.
+      special_tokens: see BpeTokenizer.
 
     Raises:
-      ConfigError: the file is no such thing, or fails or takes too long.
+      ConfigError: the file is no such thing, or fails or takes too long; a file beside it is malformed.
     """
     try:
         data = read_bytes(path)
@@ -110,7 +133,8 @@ def load(path: Path, cache: Path | None = None) -> BpeTokenizer:
                 if passed:
                     passed.parent.mkdir(parents=True, exist_ok=True)
                     atomic.write_text(passed, "")
-        return BpeTokenizer(content)
+        beside = tokenizer_config.read(path.parent) if path.name == TOKENIZER_FILE else TokenizerConfig()
+        return BpeTokenizer(content, special_tokens, beside)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer={path}: {error}") from error
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.config.schema import faults as config_faults
-from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer
+from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
@@ -320,9 +320,11 @@ def _open_tokenizer(
                 bpe = extras.load(tokenizer.BPE, extra="text")
                 atomic.write_text(target, bpe.train(documents, size))
         name = str(target)
-    encoder = tokenizer.load_tokenizer(name, folder=folder, cache=config.cache_folder())
+    cache, special = config.cache_folder(), config.special_tokens
+    encoder = tokenizer.load_tokenizer(name, folder=folder, cache=cache, special_tokens=special)
     if file and not kept and encoder.content is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer_config.write(file.parent, encoder.config)
         atomic.write_text(file, encoder.content)
     return encoder
 

@@ -43,6 +43,7 @@ from jaxdist.storage.untrusted import Malformed, parse_json
 
 TextSource = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface", "parquet"]
 Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
+SpecialTokens = Literal["tokens", "text"]
 NOT_TEXT = ("digits", "arrays", "given")
 MADE_ELSEWHERE = ("bin", "megatron")  # tokens that nobody here has made
 _MAX_LINE = 64 << 20  # characters of a jsonl record: a file without line ends must not fill the memory
@@ -63,6 +64,8 @@ class DataConfig:
     mixture: tuple[str, ...] = ()  # for source=mixture: "weight:source:path", weight > 0
     text_field: str = "text"  # name of the text field or column (jsonl, huggingface, parquet)
     tokenizer: str = "bytes"  # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
+    # what a text encodes to that spells a special token: tokens = its id, text = its characters
+    special_tokens: SpecialTokens = "tokens"
     packing: Literal["window", "documents"] = "window"  # documents: the loss crosses no border
     bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of headerless .bin files (source=bin)
     # documents held out of every 256, chosen by hash of id

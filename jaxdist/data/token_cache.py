@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Corpus, Document
+from jaxdist.data.sources import Corpus, Document, one_line
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic, lock
@@ -50,6 +51,12 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, log: Log) ->
             store = _load(target, corpus.name)
             if store is None:
                 raise OSError("what was just written cannot be read back")
+    if store.special_tokens:
+        counts = one_line(", ".join(f"{name} {count}" for name, count in store.special_tokens.items()))
+        log(
+            f"data: {corpus.name}: its texts spell special tokens, and these are encoded as such ({counts}); "
+            "data.special_tokens=text encodes their characters"
+        )
     return store
 
 
@@ -93,7 +100,10 @@ def _load(target: Path, name: str) -> TokenStore | None:
     length, num_bytes, group = documents.T
     owner, start, group = np.zeros(len(length), np.int32), np.cumsum(length) - length, group.astype(np.uint8)
     metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
-    return TokenStore(name, (file,), owner, start, length, group, num_bytes, **metadata)
+    special = meta.get("special_tokens", {})  # not in older caches, which have none
+    return TokenStore(
+        name, (file,), owner, start, length, group, num_bytes, special_tokens=special, **metadata
+    )
 
 
 def _digest_of(meta: dict[str, Any]) -> str:
@@ -144,12 +154,14 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
     # From the largest id: vocabularies may have gaps, so that a count of their entries is too small.
     dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
     rows: list[tuple[int, int, int]] = []
+    spelt: Counter[str] = Counter()  # special tokens in texts
     content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
     progress_s = begin_s
     with (part / "tokens.bin").open("wb") as tokens, (part / "ids.txt").open("w") as names:
         for batch in _batches(corpus):
             texts = [document.text for document in batch]
             ids = tokenizer.encode_documents(texts)
+            spelt += _special_tokens(ids, tokenizer)
             if end is not None:
                 ids = [np.append(document, end) for document in ids]
             block = _narrowed(np.concatenate(ids), dtype, tokenizer)
@@ -177,10 +189,21 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, part: Path, log: Log) -> None:
         "documents": len(rows),
         "tokens": int(table[:, 0].sum()),
         "max_id": max_id,
+        "special_tokens": spelt,
         "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
     }
     (part / "meta.json").write_text(json.dumps(meta | {"digest": _digest_of(meta)}, indent=1))
     log(f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}")
+
+
+def _special_tokens(documents: list[np.ndarray], tokenizer: Tokenizer) -> Counter[str]:
+    """Returns how often texts spell each of the special tokens."""
+    if not tokenizer.special_tokens:
+        return Counter()
+    ids = np.concatenate(documents)
+    numbers, counts = np.unique(ids[np.isin(ids, list(tokenizer.special_tokens))], return_counts=True)
+    names = (tokenizer.special_tokens[number] for number in numbers.tolist())
+    return Counter(dict(zip(names, counts.tolist(), strict=True)))
 
 
 def _narrowed(ids: np.ndarray, dtype: np.dtype, tokenizer: Tokenizer) -> np.ndarray:

@@ -9,14 +9,16 @@ end-of-document id where the vocabulary holds one.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data.sources import expanded
+from jaxdist.data.sources import SpecialTokens, expanded
+from jaxdist.data.tokenizer_config import TokenizerConfig
 
 TOKENIZER_FILE = "tokenizer.json"
 BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
@@ -28,6 +30,9 @@ class Tokenizer(Protocol):
     vocab_size: int  # largest id + 1: ids may have gaps, so that this is not their count
     end_of_document: int | None  # id appended to every document, if the vocabulary has one
     begin_of_document: int | None  # id that its file puts before a text: published models expect it
+    end_ids: tuple[int, ...]  # ids after which a generated text ends, ascending
+    special_tokens: Mapping[int, str]  # by id, those that a text can spell
+    config: TokenizerConfig  # what the files beside it say
     fingerprint: str  # equal exactly when encoding is equal
     content: str | None  # of its tokenizer.json; None: it needs no file
 
@@ -47,6 +52,9 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_document: int | None = None
     begin_of_document: int | None = None
+    end_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[int, str] = MappingProxyType({})
+    config = TokenizerConfig()
     fingerprint = "bytes"
     content: str | None = None
 
@@ -61,13 +69,20 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
 
-def load_tokenizer(name: str, *, folder: Path | None = None, cache: Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str,
+    *,
+    folder: Path | None = None,
+    cache: Path | None = None,
+    special_tokens: SpecialTokens = "tokens",
+) -> Tokenizer:
     """Returns a tokenizer that needs no training, for commands that have no corpus at hand.
 
     Args:
       name: `data.tokenizer`.
       folder: where a run saved its tokenizer.json (its workdir); it wins over a path in `name`.
       cache: folder that remembers which files were tried out; None: each is, which takes half a second.
+      special_tokens: what a text encodes to that spells one, `data.special_tokens`.
 
     Raises:
       ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file is missing, is no
@@ -78,7 +93,7 @@ def load_tokenizer(name: str, *, folder: Path | None = None, cache: Path | None 
         return ByteTokenizer()
     size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
     if saved and saved.is_file():
-        return extras.load(BPE, extra="text").load(saved, cache)
+        return extras.load(BPE, extra="text").load(saved, cache, special_tokens)
     if size:
         raise ConfigError(
             f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. It is saved "
@@ -92,7 +107,7 @@ def load_tokenizer(name: str, *, folder: Path | None = None, cache: Path | None 
             f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a tokenizer.json; "
             f"{path} is not a file."
         )
-    return extras.load(BPE, extra="text").load(path, cache)
+    return extras.load(BPE, extra="text").load(path, cache, special_tokens)
 
 
 def bpe_size(name: str) -> int | None:

@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     text: str  # the prompt and what was generated
     tokens: np.ndarray  # [new tokens] int32, without the end token
-    ended: bool  # by the end token, not by the length
+    ended: bool  # by an end token, not by the length
 
 
 class TextScore(NamedTuple):
@@ -172,7 +172,9 @@ class TrainedRun:
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
                 f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json"
             )
-        tokenizer = load_tokenizer(data.tokenizer, folder=self.folder, cache=data.cache_folder())
+        tokenizer = load_tokenizer(
+            data.tokenizer, folder=self.folder, cache=data.cache_folder(), special_tokens=data.special_tokens
+        )
         vocab_size = self.config.vocab_size
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ConfigError(
@@ -200,7 +202,7 @@ class TrainedRun:
         """Returns `num_samples` continuations of each prompt.
 
         They depend on the weights, the prompt, its number, the settings and the seed alone. Where
-        `sampling` has no end token, the tokenizer's end of a document is used, if it has one.
+        `sampling` has no end tokens, those of the tokenizer and its model are used.
 
         Raises:
           ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
@@ -210,8 +212,8 @@ class TrainedRun:
         rows = [ids for ids in map(self._encode, prompts) for _ in range(num_samples)]
         answers = self._continued(rows, range(len(rows)), sampling, max_tokens=max_tokens, seed=seed)
         samples = [
-            Sample(self._decode(ids, answer.tokens), answer.tokens, answer.ended)
-            for ids, answer in zip(rows, answers, strict=True)
+            Sample(self._whole(prompts[number // num_samples], rows[number], answer.tokens), *answer)
+            for number, answer in enumerate(answers)
         ]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
@@ -224,8 +226,8 @@ class TrainedRun:
     ) -> list[Generation]:
         """Returns what follows each row of tokens, a batch at a time; options as of `TokenGenerator`."""
         sampling = sampling or SamplingConfig()
-        if sampling.end_token is None:
-            sampling = dataclasses.replace(sampling, end_token=self.tokenizer.end_of_document)
+        if not sampling.end_tokens:
+            sampling = dataclasses.replace(sampling, end_tokens=self.tokenizer.end_ids)
         size, answers = self.config.batch.global_size, []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -272,6 +274,12 @@ class TrainedRun:
                     running.remove(i)
             size *= 2
         return texts
+
+    def _whole(self, prompt: str, ids: np.ndarray, new: np.ndarray) -> str:
+        """Returns a prompt and what follows it; special tokens that it spells are decoded to nothing."""
+        if set(ids[1:].tolist()).isdisjoint(self.tokenizer.special_tokens):
+            return self._decode(ids, new)
+        return prompt + self._answer(ids, new)
 
     def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
         """Returns the text of new tokens, which may depend on those before: a space, half a character."""
@@ -338,8 +346,8 @@ class TrainedRun:
 
     def _decode(self, prompt: np.ndarray, new: np.ndarray) -> str:
         """Returns the whole text: a character may begin in the prompt and end behind it."""
-        end = self.tokenizer.end_of_document
-        return self.tokenizer.decode([t for t in (*prompt.tolist(), *new.tolist()) if t != end])
+        ends = self.tokenizer.end_ids
+        return self.tokenizer.decode([t for t in (*prompt.tolist(), *new.tolist()) if t not in ends])
 
     def evaluate(self, *, validation_tokens: int | None = None, watch: Watch | None = None) -> HeldOut:
         """Returns the exact loss over the run's held-out set.

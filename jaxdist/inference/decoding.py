@@ -38,14 +38,14 @@ class SamplingConfig:
     top_k: NonNegativeInt = 0  # only the k likeliest tokens, ties with the last included; 0 = all
     # only the likeliest tokens that together reach this probability; 1 = all
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    end_token: int | None = None  # id that ends a text; None: only the length does
+    end_tokens: tuple[int, ...] = ()  # ids, each of which ends a text; (): only the length does
 
 
 class Generation(NamedTuple):
     """What followed one prompt."""
 
     tokens: np.ndarray  # [at most M] int32, without the end token
-    ended: bool  # by the end token, not by the length
+    ended: bool  # by an end token, not by the length
 
 
 class TokenGenerator:
@@ -141,7 +141,7 @@ def _generate(
     model = in_compute_dtype(spec, compute, weights)
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
-    end_token = _NO_TOKEN if sampling.end_token is None else sampling.end_token
+    end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
     # All but each row's last token go in at once; nobody reads these logits, so XLA drops them.
     _, cache = model.decode(prompts_BP, model.init_cache(B, capacity))
@@ -157,7 +157,7 @@ def _generate(
         token_B = choose(logits[:, 0], position_keys_B, sampling)
         chosen_BM = jax.lax.dynamic_update_slice(now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step))
         counts_B = now.counts_B + ~now.done_B
-        done_B = now.done_B | (token_B == end_token)
+        done_B = now.done_B | jnp.isin(token_B, end_tokens)
         return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
 
     padding_B = jnp.arange(B) >= num_rows

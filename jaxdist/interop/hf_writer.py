@@ -22,12 +22,13 @@ from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import fingerprint, manifest
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
+from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import LAYER, Family, Shapes
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
-KEPT = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
+KEPT = tokenizer_config.HUGGINGFACE
 _SMALL_FILES = (
     hf_config.CONFIG, "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

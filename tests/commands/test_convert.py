@@ -53,6 +53,25 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     assert int(found.tokens[0]) == likeliest if not found.ended else likeliest == 259
 
 
+def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(converted, tmp_path):
+    source = shutil.copytree(SMOLLM, tmp_path / "source")
+    run, greedy = (
+        trained_run.load_run(converted, log=print),
+        SamplingConfig(temperature=0.0, end_tokens=(10**6,)),
+    )
+    (whole,) = run.generate(["the inn"], max_tokens=8, sampling=greedy)[0]
+    end = int(whole.tokens[3])
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    assert run_convert(source, tmp_path / "work", "jaxdist") == 0
+    shutil.rmtree(source)
+    shutil.rmtree(tmp_path / "work" / interop.KEPT)  # what the run keeps of its own is enough
+    run = trained_run.load_run(tmp_path / "work")
+    assert {0, end, 259} <= set(run.tokenizer.end_ids)
+    (sample,) = run.generate(["the inn"], max_tokens=8, sampling=SamplingConfig(temperature=0.0))[0]
+    first = whole.tokens.tolist().index(end)
+    assert sample.ended and sample.tokens.tolist() == whole.tokens[:first].tolist()
+
+
 def test_there_and_back_is_the_same(converted, tmp_path):
     back = tmp_path / "back"
     assert (

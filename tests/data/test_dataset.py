@@ -371,18 +371,19 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         source="text",
         path=str(folder),
         tokenizer="bpe:300",
+        special_tokens="text",
         packing="documents",
         cache_dir=str(tmp_path / "cache"),
     )
     lines: list[str] = []
     dataset = open_dataset(options, sequence_length=64, folder=workdir, log=lines.append)
     assert any("training a byte-level BPE" in line for line in lines)
-    tokenizer = load_tokenizer("bpe:300", folder=workdir)
+    tokenizer = load_tokenizer("bpe:300", folder=workdir, special_tokens="text")
     assert tokenizer.fingerprint == dataset.tokenizer.fingerprint
     text = "aaaa <|endoftext|> naïve 文"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     end = tokenizer.end_of_document
-    assert end is not None and end not in tokenizer.encode(text)  # text cannot end a document
+    assert end is not None and end not in tokenizer.encode(text)  # no text ends a document
     held = dataset.validation_batch(0, 100)
     used = held["weights"] > 0
     assert np.sum(held["targets"][used] == end) > 0 and not np.any(held["tokens"][used] == end)

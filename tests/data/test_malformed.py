@@ -135,7 +135,7 @@ class Liar:
     """A tokenizer whose ids are not below its vocab_size."""
 
     vocab_size, end_of_document, begin_of_document = 200, None, None
-    fingerprint, content = "liar", None
+    fingerprint, content, special_tokens = "liar", None, {}
 
     def encode_documents(self, texts):
         return [np.array([1, 2, 256 + 3])] * len(texts)

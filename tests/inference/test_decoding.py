@@ -110,7 +110,7 @@ def test_the_end_token_ends_a_row_alone():
     variant = next(iter(VARIANTS))
     whole = generator(variant)(PROMPTS, max_tokens=7, sampling=GREEDY)
     end = int(whole[0].tokens[3])
-    sampling = SamplingConfig(temperature=0.0, end_token=end)
+    sampling = SamplingConfig(temperature=0.0, end_tokens=(47, end))
     found = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling)
     for before, after in zip(whole, found, strict=True):
         text = before.tokens.tolist()
