@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 import types
@@ -92,10 +93,26 @@ def _faults_of(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        line = frames[-1].lineno if frames else getattr(error, "lineno", 1)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == str(path)]
+        line = own[-1].lineno if own else getattr(error, "lineno", 1)
+        if own and (key := _unknown_key(frames, error)):
+            raise ConfigError(f"{path}:{line}: {own[-1].line}: {key}") from error
         words = " ".join(str(error).split())
         raise ConfigError(f"{path}:{line}: {type(error).__name__}: {words}") from error
+
+
+def _unknown_key(frames: Sequence[traceback.FrameSummary], error: Exception) -> str:
+    """Returns what is wrong with a key that a ConfigDict has not, "" of another error."""
+    words = str(error.args[0]) if error.args else ""  # a KeyError's own text is the repr of its words
+    missing = re.match(r"""\W*(?:Key "([^"]+)" does not exist|(\w+))\b""", words)
+    if not isinstance(error, AttributeError | KeyError) or "ml_collections" not in frames[-1].filename:
+        return ""
+    if missing is None:
+        return ""
+    near = re.search(r'Did you mean "([^"]+)"', words)
+    hint = f"Did you mean {near[1]}?" if near else "--config NAME --help lists all fields."
+    return f"no such field {missing[1] or missing[2]!r}. {hint}"
 
 
 def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Schema) -> None:

@@ -45,7 +45,11 @@ TextSource = Literal["stdlib", "text", "jsonl", "bin", "megatron", "huggingface"
 Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
 SpecialTokens = Literal["tokens", "text"]
 NOT_TEXT = ("digits", "arrays", "given")
+WITHOUT_PATH = ("stdlib", "mixture", "digits")
 MADE_ELSEWHERE = ("bin", "megatron")  # tokens that nobody here has made
+# What a file is by its ending, where a source has to be guessed; all else may be text.
+_SOURCES = dict.fromkeys((".jsonl", ".jsonl.gz", ".json"), "jsonl")
+_SOURCES |= {".parquet": "parquet", ".bin": "bin", ".idx": "megatron", ".npz": "arrays"}
 _MAX_LINE = 64 << 20  # characters of a jsonl record: a file without line ends must not fill the memory
 # What Python's readers raise of files that are cut off, damaged, something else, or made to harm.
 READ_ERRORS = (
@@ -93,14 +97,18 @@ class DataConfig:
     def faults(self) -> list[str]:
         """Returns one line per contradiction between the options."""
         faults = []
-        if self.source not in ("stdlib", "mixture", "digits") and not self.path:
+        if self.source not in WITHOUT_PATH and not self.path:
             faults.append(f"data.source={self.source} needs data.path; it is empty. Set data.path.")
+        if self.source in WITHOUT_PATH and self.path:
+            kind = next((kind for end, kind in _SOURCES.items() if self.path.endswith(end)), "text")
+            cure = f"set data.source={kind} to read it, or clear data.path"
+            faults.append(f"data.path={self.path} is not read by data.source={self.source}: {cure}.")
         if (self.source == "mixture") != bool(self.mixture):
             faults.append(
                 f"data.source={self.source} with {len(self.mixture)} entries in data.mixture: set "
                 'data.source=mixture and data.mixture=("0.7:stdlib:", "0.3:jsonl:FILE") together.'
             )
-        if self.source in ("mixture", "stdlib", "digits") and self.validation_path:
+        if self.source in WITHOUT_PATH and self.validation_path:
             faults.append(f"data.validation_path is not used by data.source={self.source}: clear it.")
         if self.source == "given":
             faults.append("data.source=given is what jaxdist.fit writes: only there batches are given.")

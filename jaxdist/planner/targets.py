@@ -8,8 +8,9 @@ that do not exist. `devices` belongs in a child process.
 import functools
 import importlib.util
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ from jaxdist.trainer import validation
 from jaxdist.trainer.run_config import RunConfig
 
 _ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
+
+_NAMED_BY_CORES = ("v4", "v5p")  # Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
 
 _DIE_TO_DIE = 6  # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation, TPU7x
 _SLICE_ID = 100_000  # with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
@@ -163,11 +166,42 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
         return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
     chip = hardware.FAMILIES.get(family)
     if chip is None:
-        raise ConfigError(f"--on={text}: must be {legal_targets()}.{suggest(family, hardware.FAMILIES)}")
+        meant = _meant(text.strip().lower()) or suggest(family, hardware.FAMILIES)
+        raise ConfigError(f"--on={text}: must be {legal_targets()}.{meant}")
     target = _tpu(chip, shape) if chip.torus_dims else _gpu(chip, shape)
     if target is None:
-        raise ConfigError(f"--on={text}: {family} must be {legal_shapes(chip)}")
+        raise ConfigError(
+            f"--on={text}: {family} must be {legal_shapes(chip)}.{_meant(text.strip().lower())}"
+        )
     return target
+
+
+def _meant(text: str) -> str:
+    """Returns " Did you mean X?" for a family with a number of chips: v5e-16, v5e:16, 8xh100, h100x8."""
+    match = re.fullmatch(
+        r"(?P<n>\d{1,5})[x*](?P<family>\w+)|(?P<of>\w+?)(?P<by>[-x*:])(?P<number>\d{1,5})", text
+    )
+    if not match:
+        return ""
+    family, number = match["family"] or match["of"], int(match["n"] or match["number"])
+    chip = hardware.FAMILIES.get(_ALIASES.get(family, family))
+    if chip is None or number < 1:
+        return ""
+    if chip.torus_dims:
+        number //= 2 if match["by"] == "-" and chip.family in _NAMED_BY_CORES else 1
+        shapes = [shape for shape in _slices_of(chip, number) if chip.legal_slice(shape)]
+    else:
+        each = min(number, chip.chips_per_host)
+        shapes = [(number // each, each)] if number % each == 0 else []
+    return f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?" if shapes else ""
+
+
+def _slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
+    """Yields shapes of a number of chips: those of the table, then cubes of 4x4x4, the most even first."""
+    yield from (shape for shape in chip.slices if math.prod(shape) == number)
+    sides = [side for side in range(4, number // 16 + 1, 4) if number % side == 0]
+    cubes = [(a, b, c) for a in sides for b in sides for c in sides if a <= b <= c and a * b * c == number]
+    yield from sorted(cubes, key=lambda shape: shape[-1])
 
 
 def legal_targets() -> str:

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,15 @@ def parse(
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Returns a command's own flags and the RunConfig of `--config NAME --config.a.b=value ...`.
 
-    With `--config` and `--help`, lists every field with type, default and meaning.
+    With `--config` and `--help`, lists every field with type, default and meaning. A `--workdir` that holds
+    a run needs no `--config`: it goes on with its own.
 
     Raises:
       ConfigError: everything wrong with the config, at once.
     """
     overrides, rest, faults = _take_overrides(sys.argv[1:] if arguments is None else arguments)
     flags, unknown = parser.parse_known_args(rest)
-    names = ["--" + flag.replace("_", "-") for flag in vars(flags)]
-    faults = [
-        f"{word}: no such flag;{suggest(word.partition('=')[0], names)} --help lists them" for word in unknown
-    ] + faults
+    faults = [*_unknown_faults(unknown, vars(flags)), *faults]
     if folder := getattr(flags, "workdir", None):
         if "://" in folder:
             faults.append(f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://")
@@ -56,9 +54,7 @@ def parse(
     if flags.help:
         parser.print_help()
     if flags.config is None:
-        if flags.help:
-            raise SystemExit(0)
-        raise ConfigError("--config is missing: name one, e.g. --config quickstart")
+        flags.config = _config_named(flags, folder, faults)
     config = _load(flags, overrides.get("model.target"))
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
@@ -98,6 +94,42 @@ def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
         else:
             overrides[path] = value if equals else words.popleft()
     return overrides, rest, faults
+
+
+def _config_named(flags: argparse.Namespace, folder: str | None, faults: Sequence[str]) -> str:
+    """Returns the --config of a command line without one: that of the run in its workdir.
+
+    Raises:
+      ConfigError: it has none; also the faults so far.
+    """
+    if folder and (file := Path(folder) / workdir.CONFIG).is_file():
+        return str(file)
+    if flags.help:
+        raise SystemExit(0)
+    where = f", and {folder} holds no run that could go on" if folder else ""
+    missing = f"--config is missing{where}: name one, e.g. --config quickstart"
+    raise ConfigError(faults if any(_AS_CONFIG in fault for fault in faults) else [*faults, missing])
+
+
+_AS_CONFIG = "Did you mean --config "
+
+
+def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]:
+    """Yields a line for each word of a command line that is no flag, with what may be meant."""
+    names, left = ["--" + flag.replace("_", "-") for flag in flags], deque(words)
+    paths = full_schema(registry.DEFAULT_TARGET) if words else {}
+    packaged = {file.stem for folder in files.packaged_folders() for file in folder.glob("[a-z]*.py")}
+    while left:
+        name, equals, value = (word := left.popleft()).partition("=")
+        wanted = name.removeprefix("--").replace("-", "_")
+        meant = [path for path in paths if wanted in (path, path.rpartition(".")[2])]
+        hint = suggest(name, names)
+        if name.startswith("--") and meant:
+            taken = left.popleft() if not equals and left and not left[0].startswith("--") else value
+            hint = " Did you mean " + " or ".join(f"--config.{p}={taken or 'VALUE'}" for p in meant[:3]) + "?"
+        elif name.partition(":")[0] in packaged or name.endswith((".py", ".json")):
+            hint = f" {_AS_CONFIG}{word}?"
+        yield f"{word}: no such flag;{hint} --help lists them"
 
 
 def _load(flags: argparse.Namespace, target: str | None) -> ConfigDict:

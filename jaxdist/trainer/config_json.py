@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
+from jaxdist.data.sources import WITHOUT_PATH
 from jaxdist.models import registry
 from jaxdist.storage import untrusted
 from jaxdist.trainer.run_config import RunConfig, from_config
@@ -33,6 +34,8 @@ def renamed(stored: dict[str, Any]) -> dict[str, Any]:
         model["target"] = registry.MOVED[model["target"]]
     if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
         pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
+    if isinstance(data := stored.get("data"), dict) and data.get("source") in WITHOUT_PATH:
+        data["path"] = ""  # older versions took one, and did not read it
     return stored
 
 

@@ -158,6 +158,18 @@ def test_several_faults_are_said_at_once(capsys):
     assert "blocks/mlp/down and 2 more: dim d_ff=30 is not divisible by mesh.tensor=4" in faults[3]
 
 
+def test_a_key_or_a_config_in_a_flags_place_says_how_it_is_written(capsys):
+    assert refused(capsys, "--config", "quickstart", "--steps", "100", "--optimizer.learning-rate=1") == [
+        "--steps: no such flag; Did you mean --config.train.steps=100? --help lists them",
+        "--optimizer.learning-rate=1: no such flag; Did you mean --config.optimizer.learning_rate=1? "
+        "--help lists them",
+    ]
+    lists = "no such flag; Did you mean --config quickstart? --help lists them"
+    assert refused(capsys, "quickstart") == [f"quickstart: {lists}"]
+    (first, second) = refused(capsys, "--workdir", "/nowhere", "--steps=3")
+    assert "--config.train.steps=3" in first and "/nowhere holds no run that could go on" in second
+
+
 def test_names_of_configs_and_flags(capsys):
     assert "mean quickstart?" in refused(capsys, "--config", "quickstrat")[0]
     assert "no such file" in refused(capsys, "--config", "nowhere/run.py")[0]
@@ -279,6 +291,16 @@ def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
     said = capsys.readouterr()
     assert f"{folder} is finished at step 2. To go on, raise train.steps" in said.out + said.err
     assert json.loads((folder / "config.json").read_text())["data"]["prefetch"] == 0
+
+
+def test_a_workdir_alone_goes_on_with_its_own_config(capsys, finished, tmp_path):
+    folder, _ = finished
+    assert train.main(["--workdir", str(folder)]) == 0
+    assert f"{folder} is finished at step 2" in capsys.readouterr().out
+    (fault,) = refused(capsys, "--workdir", str(folder), "--config.seed=1")  # which it compares with
+    assert fault.startswith(f"seed: the run in {folder} has 0, now 1")
+    (fault,) = refused(capsys, "--workdir", str(tmp_path))
+    assert f"--config is missing, and {tmp_path} holds no run" in fault
 
 
 # --- help, defaults, dry run ----------------------------------------------------------------------

@@ -280,7 +280,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "plain.py").write_text("def get_config():\n    return 3\n")
     (tmp_path / "broken.py").write_text(
         "from jaxdist import config\nfrom ml_collections import ConfigDict\n"
-        "def get_config():\n    c = ConfigDict({'steps': 1}).lock()\n    c.stepz = 2\n"
+        "def get_config():\n    c = ConfigDict({'train': {'steps': 1, 'x': 'y' * 999}}).lock()\n"
+        "    c.train.stepz = 2\n"
+    )
+    (tmp_path / "unset.py").write_text(
+        "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict().lock().trian\n"
     )
     (tmp_path / "syntax.py").write_text("def get_config(:\n")
     (tmp_path / "empty.py").write_text("")
@@ -313,13 +317,17 @@ def test_load_accepts_a_dataclass(tmp_path):
         ("plain:x", "plain.py takes no argument. Remove ':x'."),
         ("plain", "get_config returned int, not a ConfigDict."),
         ("empty", "no get_config. Define get_config(argument=None) -> ConfigDict."),
-        ("broken", "broken.py:5: AttributeError: "),
+        ("broken", "broken.py:5: c.train.stepz = 2: no such field 'stepz'. Did you mean steps?"),
+        (
+            "unset",
+            "unset.py:3: return ConfigDict().lock().trian: no such field 'trian'. --config NAME --help",
+        ),
         ("syntax", "syntax.py:1: SyntaxError: "),
     ],
 )
 def test_load_says_what_is_wrong(folder, spec, fault):
     (found,) = faults_of(files.load, spec, folders=[folder])
-    assert fault in found
+    assert fault in found and len(found) < 250 + len(str(folder))
 
 
 def test_packaged_folders_exist_in_a_checkout():

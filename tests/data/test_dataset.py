@@ -412,6 +412,12 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         ({"source": "megatron", "path": "/nowhere/x"}, "/nowhere/x.idx"),
         ({"source": "bin", "packing": "documents"}, "data.packing=documents"),
         ({"source": "mixture"}, "data.mixture"),
+        ({"source": "stdlib"}, "texts is not read by data.source=stdlib: set data.source=text to read it"),
+        (
+            {"source": "stdlib", "path": "a/b.jsonl.gz"},
+            "set data.source=jsonl to read it, or clear data.path",
+        ),
+        ({"source": "digits", "path": "train.npz"}, "set data.source=arrays"),
         ({"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")}, "weight:source:path"),
         ({"mixture": ("1:text:a",)}, "data.mixture"),
         ({"validation_share": 256}, "data.validation_share: got 256, required int >= 0 and <= 255"),

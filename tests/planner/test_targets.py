@@ -66,6 +66,14 @@ def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap)
         ("h100:1x2x4", "HOSTSxGPUS"),
         ("v5", "v5e|v5p|v6e"),
         ("h300:1x8", "Did you mean h"),
+        ("v5e-16", "Did you mean v5e:4x4 (16 chips)?"),  # as Google Cloud names them
+        ("v5litepod-16", "Did you mean v5e:4x4 (16 chips)?"),
+        ("v5p-8", "Did you mean v5p:2x2x1 (4 chips)?"),  # by cores
+        ("v5p-1024", "Did you mean v5p:8x8x8 (512 chips)?"),
+        ("v6e:16", "Did you mean v6e:4x4 (16 chips)?"),
+        ("8xh100", "Did you mean h100:1x8 (8 chips)?"),
+        ("h100x16", "Did you mean h100:2x8 (16 chips)?"),
+        ("v5e-17", "v5e|v5p"),
         ("cpu", "cpu:N"),
         ("cpu:0", "cpu:N"),
         ("here", "or here"),
