@@ -27,6 +27,7 @@ from jaxdist.storage.untrusted import named, of_kind
 
 MANIFEST_FORMAT = 1
 IDENTITY = "identity"
+_DEEPEST = 20  # folders in folders; Orbax's have 3
 _SHOWN = 3  # faults of a step that are spelt out
 
 
@@ -134,13 +135,17 @@ def check(
 
 
 def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields (path inside the step, bytes) of all files but the manifest; a link is -1 bytes long."""
+    """Yields (path inside the step, bytes) of all files but the manifest; -1 bytes of what is no such file.
+
+    Those are links, since where they lead may change, pipes, which would hold us, and folders too deep.
+    """
     for entry in path.iterdir():
         name = prefix + entry.name
-        if isinstance(entry, Path) and entry.is_symlink():
-            yield name, -1  # Orbax writes none, and where it leads may change
-        elif entry.is_dir():
+        is_link, is_folder = isinstance(entry, Path) and entry.is_symlink(), entry.is_dir()
+        if is_folder and not is_link and prefix.count("/") < _DEEPEST:
             yield from _files(entry, f"{name}/")
+        elif is_link or is_folder or isinstance(entry, Path) and not entry.is_file():
+            yield name, -1
         elif name != MANIFEST:
             yield name, folders.file_bytes(entry)
 

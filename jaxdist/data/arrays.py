@@ -21,6 +21,7 @@ from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import order_key, permute
 from jaxdist.data.sources import READ_ERRORS, DataConfig, expanded, one_line, reading
 from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import open_regular
 
 INDEX = "sample"  # the batch entry that is made here: the global sample index
 
@@ -110,7 +111,11 @@ def count_of(arrays: Mapping[str, np.ndarray]) -> int:
 def _read(path: str) -> tuple[dict[str, np.ndarray], str]:
     """Returns the arrays of a file, and a stamp of its contents (the archive's own checksums)."""
     kinds, stamp = _checked(path)
-    with reading(f"data.path={one_line(path)}"), zipfile.ZipFile(expanded(path)) as file:
+    with (
+        reading(f"data.path={one_line(path)}"),
+        open_regular(expanded(path)) as content,
+        zipfile.ZipFile(content) as file,
+    ):
         arrays = {name: _values(file, name) for name in kinds}
     if wide := beyond_int32(arrays):
         raise ConfigError(f"data.path={path}: {', '.join(wide)} has values beyond int32, which batches hold")
@@ -128,7 +133,7 @@ def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
     """Returns what the file's headers say and a stamp of it; raises every fault of them."""
     shown = f"data.path={one_line(path)}"
     try:
-        with zipfile.ZipFile(expanded(path)) as file:
+        with open_regular(expanded(path)) as content, zipfile.ZipFile(content) as file:
             kinds = {e.filename.removesuffix(".npy"): _header(file, e) for e in file.infolist()}
             if len(kinds) < len(file.infolist()):
                 raise ValueError("two arrays of one name")

@@ -19,6 +19,7 @@ from jaxdist.data.token_cache import Log, one_builder
 from jaxdist.data.token_files import TokenFile, TokenStore
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import open_regular
 
 Batch = dict[str, np.ndarray]
 
@@ -166,7 +167,7 @@ def open_packing(
     target = folder / f"packing-{key}.npz"
     with one_builder(target, log):
         try:
-            with np.load(target, allow_pickle=False) as kept:
+            with open_regular(target) as content, np.load(content, allow_pickle=False) as kept:
                 plan = PackingPlan(**{name: kept[name] for name in PackingPlan._fields})
             if _fits(plan, store, sequence_length):
                 return plan

@@ -27,7 +27,7 @@ from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic, lock
 from jaxdist.storage.digest import digest, digest_bytes
-from jaxdist.storage.untrusted import read_json
+from jaxdist.storage.untrusted import open_regular, read_json
 
 _VERSION = 2  # 2: ids are not wrapped, checksums; of the layout above; part of the key
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
@@ -87,7 +87,8 @@ def _load(target: Path, name: str) -> TokenStore | None:
         expected = meta["checksums"]
         if list(_checksums(table)) != expected[table.name]:
             return None
-        documents = np.load(table, allow_pickle=False)
+        with open_regular(table) as content:
+            documents = np.load(content, allow_pickle=False)
         file = TokenFile(tokens, meta["dtype"], count=meta["tokens"])
         small = len(expected[tokens.name]) <= 1
         if small and list(_checksums(tokens)) != expected[tokens.name]:
@@ -112,7 +113,7 @@ def _digest_of(meta: dict[str, Any]) -> str:
 
 def _checksums(path: Path) -> Iterator[int]:
     """Yields the CRC-32 of each _CHECKED_BYTES of a file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_CHECKED_BYTES):
             yield zlib.crc32(piece)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.data.sources import DataConfig, File, expanded, find_files, one_line, reading
 from jaxdist.storage.digest import digest, digest_bytes
+from jaxdist.storage.untrusted import open_regular
 
 BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
 _KARPATHY_MAGIC, _KARPATHY_HEADER_BYTES = 20240520, 1024
@@ -33,6 +34,7 @@ class TokenFile:
     """A memory-mapped array of token ids."""
 
     def __init__(self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None):
+        open_regular(path).close()
         present, kind = path.stat().st_size, np.dtype(dtype)
         whole, odd = divmod(present - offset_bytes, kind.itemsize) if count is None else (count, 0)
         self.path, self.count = path, whole
@@ -205,7 +207,8 @@ def _open_megatron_pair(index: Path) -> _Opened:
 
 def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """Returns (dtype, tokens per sequence, byte offset per sequence, sequence index of borders)."""
-    content, at = index.read_bytes(), _MEGATRON_HEADER.size
+    with open_regular(index) as file:
+        content, at = file.read(), _MEGATRON_HEADER.size
     fault = ConfigError(f"{index}: not a Megatron index (MMIDIDX, version 1, integer tokens).")
     if len(content) < at:
         raise fault

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config import ConfigError
 from jaxdist.storage.untrusted import Malformed, open_regular, read_json
 from jaxdist.telemetry.metrics import EVENTS_FILE, METRICS_FILE, MetricsWriter
 
@@ -69,8 +70,9 @@ class ProgressReader:
     def event(self, name: str, step: int, **fields: object) -> None:
         """Appends an event; makes the workdir, should the run have had no time to."""
         if self.folder is not None:
-            with contextlib.suppress(OSError), contextlib.closing(MetricsWriter(self.folder)) as writer:
-                writer.event(name, step, **fields)
+            with contextlib.suppress(OSError, ConfigError):
+                with contextlib.closing(MetricsWriter(self.folder)) as writer:
+                    writer.event(name, step, **fields)
 
     def devices_per_process(self) -> int | None:
         """Returns what the last start had, or None."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
@@ -174,7 +175,10 @@ class WatchdogProcess:
         patient = level and not stopped and (waits or _RESULT in main)
         # The guilty one speaks, and ends, first: if it holds the interpreter lock, _LEAVE_S later.
         time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
-        events = MetricsWriter(Path(self.folder))
+        try:
+            events = MetricsWriter(Path(self.folder))
+        except (OSError, ConfigError):  # the disk is read-only by now
+            events = MetricsWriter(Path(self.folder), enabled=False)
         for number, where in sorted(guilty.items()):
             fields: dict[str, Any] = {"phase": PHASES[where.phase], "at_step": max(where.at_step, 0)}
             fields |= {"sample": where.sample, "process": number, "reported_by": self.process}

@@ -4,8 +4,10 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,21 +38,22 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
 
     Raises:
       Locked: another process holds the lock, and `before_wait` is None.
-      OSError: the file cannot be created, or not be locked.
+      OSError: the file cannot be created, or not be locked, or is a link or a pipe.
     """
     with contextlib.ExitStack() as stack:
-        path.touch()
         # To read: a file that is open to write keeps its disk from being remounted read-only.
-        file = stack.enter_context(path.open())
+        file = stack.enter_context(_opened(path, "r"))
         try:
             _take(file, before_wait)
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
-            file = stack.enter_context(path.open("r+"))  # NFS locks nothing else
+            file = stack.enter_context(_opened(path, "r+"))  # NFS locks nothing else
             _take(file, before_wait)
-        with contextlib.suppress(OSError):  # a full disk: what matters is the lock
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        # A full disk: what matters is the lock.
+        with contextlib.suppress(OSError), _opened(path, "r+") as record:
+            record.truncate()
+            record.write(f"process {os.getpid()} on {socket.gethostname()}")
 
         def is_held() -> bool:
             try:
@@ -59,6 +62,25 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
                 return True  # whoever took the file away has not put another in its place
 
         yield is_held
+
+
+def _opened(path: Path, mode: str) -> TextIO:
+    """Opens a file, made if need be; not what a link there leads to, and nothing that waits.
+
+    Raises:
+      OSError: it cannot be opened, or is no regular file.
+    """
+    safe = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | safe, 0o666))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{path.name} is a symbolic link; remove it", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, f"{path.name} is no regular file; remove it", str(path))
+    return file
 
 
 def _take(file: TextIO, before_wait: Callable[[], None] | None) -> None:
@@ -148,7 +170,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(Exception):
         record = untrusted.read_json(path, dict)
         kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
-        return {key: kind(record[key]) for key, kind in kinds.items()}
+        record = {key: kind(record[key]) for key, kind in kinds.items()}
+        return record if math.isfinite(record["time"]) else None
     return None
 
 

@@ -7,6 +7,7 @@ is used, `OverflowError`. Here each is a `Malformed`.
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -111,8 +112,19 @@ def open_regular(path: Path) -> IO[bytes]:
       OSError: it is not there or cannot be opened.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise Malformed("no regular file")
-        return path.open("rb")
+        if not isinstance(path, Path):  # an object store has nothing else
+            return path.open("rb")
+        file = open(path, "rb", opener=_open_at_once)
+    except IsADirectoryError:
+        raise Malformed("no regular file") from None
     except ValueError as error:  # a name that no file can have
         raise Malformed(str(error)) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Malformed("no regular file")
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for a pipe's writer; that of a regular file means nothing else."""
+    return os.open(path, flags | os.O_NONBLOCK)

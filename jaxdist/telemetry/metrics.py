@@ -15,12 +15,14 @@ import contextlib
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config import ConfigError
 from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
@@ -192,8 +194,21 @@ def _to_json(value: object) -> object:
 
 
 def _open_append(path: Path) -> int:
-    """Returns a descriptor at the end of `path`; a torn last line gets its newline first."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Returns a descriptor at the end of `path`; a torn last line gets its newline first.
+
+    Raises:
+      ConfigError: it cannot be opened; or it is a link, to what may be no file of this run, or a pipe.
+    """
+    try:
+        safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | safe, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); remove it, or free the disk"
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path} is no regular file; remove it")
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")

@@ -1,5 +1,6 @@
 """Damage of every kind is seen, set aside with a reason, and never restored."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -335,6 +336,23 @@ def test_progress_of_another_step_is_bad(tmp_path):
         assert save_and_wait(store, 20, state, progress={"step": 8}).ok
         with pytest.raises(CheckpointError, match="its run had made 8 steps, not 20: another step's content"):
             store.restore(abstract_on(mesh_of(1, 1), state))
+
+
+def test_a_forged_pipe_is_not_waited_for(copy):
+    """Its size and hash are those of nothing, as its forger says."""
+    os.mkfifo(copy / "3" / "state" / "pipe")
+    known = integrity.read_manifest(copy / "3")
+    files = known.files | {"state/pipe": (0, hashlib.sha256().hexdigest())}
+    (copy / "3" / integrity.MANIFEST).write_text(integrity._text(dataclasses.replace(known, files=files)))
+    with pytest.raises(CheckpointError, match="state/pipe has -1 bytes, 0 when sealed"):
+        integrity.check(copy, 3)
+
+
+def test_folders_in_folders_without_end_are_a_fault(copy):
+    deep = copy / "3" / "state" / "x" / "/".join("y" * 40)
+    deep.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="state/x/y/.* is not part of it"):
+        integrity.check(copy, 3)
 
 
 # ---- a save that dies

@@ -10,7 +10,9 @@ import tempfile
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +40,45 @@ def refusal(cache: Path, **options) -> str:
     (fault,) = caught.value.faults
     assert "\n" not in fault and len(fault) < 1000
     return fault
+
+
+def put_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def promptly(work: Callable[[], Any]) -> Any:
+    """Returns what work does; fails where it waits, as for somebody who writes to a pipe."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results, "still waiting, or failed: see above"
+    return results[0]
+
+
+@pytest.mark.parametrize("file", ["rows.npz", "c.idx", "c.bin"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, file):
+    """Nobody writes into it: to open it is to wait for ever."""
+    path = write_pair(tmp_path, megatron([400], IDS.tobytes()))
+    np.savez(tmp_path / "rows.npz", label=np.arange(9))
+    put_pipe(tmp_path / file)
+    source = {"source": "arrays", "path": str(tmp_path / file)} if file == "rows.npz" else {}
+    source = source or {"source": "megatron", "path": path}
+    assert file in promptly(lambda: refusal(tmp_path / "cache", **source))
+
+
+@pytest.mark.parametrize(
+    "kept", ["tokens-????????????????/tokens.bin", "tokens-*/documents.npy", "packing-*.npz"]
+)
+def test_a_pipe_in_the_cache_is_replaced(tmp_path, kept):
+    (tmp_path / "text.txt").write_text("the cat in the hat " * 200)
+    text = {"source": "text", "path": str(tmp_path / "text.txt"), "packing": "documents"}
+    text["validation_path"] = text["path"]
+    expected = opened(tmp_path / "cache", **text).train_batch(0, 2)
+    put_pipe(min((tmp_path / "cache").glob(kept)))
+    again = promptly(lambda: opened(tmp_path / "cache", **text).train_batch(0, 2))
+    assert all(np.array_equal(expected[name], again[name]) for name in expected)
 
 
 # --- Token ids -----------------------------------------------------------------------------------

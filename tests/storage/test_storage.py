@@ -88,6 +88,17 @@ def test_a_lock_file_that_is_replaced_is_no_longer_held(tmp_path):
             assert held_by_another() and not is_held()
 
 
+@pytest.mark.parametrize("place", ["a link", "a pipe", "a folder"])
+def test_what_stands_in_a_lock_s_place_is_refused_and_not_touched(tmp_path, place):
+    path, other = tmp_path / "lock", tmp_path / "other"
+    other.write_text("of somebody else")
+    made = {"a link": lambda: path.symlink_to(other), "a pipe": lambda: os.mkfifo(path)}
+    made.get(place, path.mkdir)()
+    with pytest.raises(OSError, match="remove it|Is a directory"), lock.exclusive(path):
+        pass
+    assert other.read_text() == "of somebody else"
+
+
 @pytest.fixture(name="hurried")
 def hurried_fixture(monkeypatch):
     for name, seconds in {"RENEW_S": 0.05, "TAKEOVER_S": 0.6, "_SETTLE_S": 0.05}.items():
@@ -131,10 +142,13 @@ def test_a_lease_of_the_dead_is_taken_over(tmp_path, hurried, run, host, age_s, 
             take(path, run, resumes=True)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "[" * 99_999])
+NO_TIME = '{"run": "a", "host": "b", "pid": 1, "start": 1, "time": NaN}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "[" * 99_999, NO_TIME])
 def test_a_record_that_is_none_holds_nobody_up(tmp_path, hurried, text):
     (tmp_path / "owner.json").write_text(text)
-    assert take(tmp_path / "owner.json", "a")
+    assert take(tmp_path / "owner.json", "a", resumes=True)
 
 
 def test_a_lease_that_was_taken_over_is_not_held(tmp_path, hurried):
