@@ -38,6 +38,7 @@ QUARANTINE = "quarantine"
 LOCK, OWNER = ".lock", "owner.json"  # of the process that writes to the folder; where no lock is, a lease
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
+_GROUPS = {"progress", "fingerprints", "config"}  # of a run's metadata: objects, where they are there
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
 _STEP = re.compile("0|[1-9][0-9]{0,9}")  # a folder of any other name is not ours
 # Only what Orbax leaves for steps of ours: a user's own files stay.
@@ -94,7 +95,11 @@ def locate(text: str) -> tuple[Path, int | None]:
       ConfigError: nothing is there, or the workdir's config cannot be read.
     """
     path = as_path(text)
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that is closed to us
+        raise ConfigError(f"{text[:200]}: {error.strerror}") from None
+    if not there:
         raise ConfigError(f"{text}: there is no such folder")
     if (path / "config.json").exists():  # a workdir
         chosen = _chosen_folder(path / "config.json")
@@ -213,6 +218,8 @@ def read_step(folder: Path, step: int) -> StepInfo:
             for name, entry in document["arrays"].items()
         }
         metadata = of_kind(document["run"], dict, "run")
+        for group in _GROUPS & metadata.keys():
+            of_kind(metadata[group], dict, group)
         says = metadata["progress"]["step"] if "progress" in metadata else step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error

@@ -1,8 +1,9 @@
 """Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import optax
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manager as checkpoints
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager, Restored
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, trees
@@ -95,14 +96,14 @@ def init_or_restore(
             watch.at("restore")
             library.result()
             try:
-                restored = store.restore(built.views.abstract)
+                restored = store.restore(trained(built.views.abstract))
             except LayoutError as error:
                 raise ConfigError(error.faults) from error
             if workdir.CONFIG_KEY in restored.metadata:
                 workdir.check_stored_config(restored.metadata, config, store.folder)
             workdir.check_data(restored.metadata, dataset)
             state = built.views.staged(restored.state)
-            progress = Progress(**restored.metadata["progress"])
+            progress = progress_of(restored.metadata)
             windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
         watch.at("compile", progress.step)
         compiled.result()
@@ -111,6 +112,38 @@ def init_or_restore(
         return state, progress, SkippingDataset(dataset, windows)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
+
+
+def progress_of(metadata: Mapping[str, Any]) -> Progress:
+    """Returns how far the run of a checkpoint had come.
+
+    Raises:
+      Malformed: the metadata is not that of a run in training.
+    """
+    stored = of_kind(metadata.get("progress"), dict, "progress")
+    kinds = {field.name: {int, type(field.default)} for field in fields(Progress)}
+    for name, value in stored.items():
+        if type(value) not in kinds.get(name, ()) or not 0 <= value < math.inf:
+            raise Malformed(f"progress.{name:.40} is {value!r:.40}")
+    return Progress(**stored)
+
+
+def trained(abstract: Any) -> checkpoints.Wanted:
+    """Returns what a store's `restore` asks of a step: `abstract`, if the step is one of a run in training.
+
+    A step that is not counts as damaged: an older one is tried.
+    """
+
+    def wanted(info: StepInfo) -> Any:
+        try:
+            progress_of(info.metadata)
+            of_kind(info.metadata.get("fingerprints", {}).get("data"), str, "the data's fingerprint")
+            _checked(info.metadata.get(SKIPPED, []))
+        except Malformed as error:
+            raise CheckpointError(f"its metadata is not that of a run in training: {error}") from error
+        return abstract
+
+    return wanted
 
 
 def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
@@ -152,14 +185,19 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
     """
     file = folder / SKIPPED_FILE
     try:
-        windows = of_kind(read_json(file, dict).get("windows"), list, "windows")
+        return _checked(read_json(file, dict).get("windows"))
     except FileNotFoundError:
         return metadata.get(SKIPPED, [])
     except Malformed as error:
         raise ConfigError(f"{file} is damaged ({error}); put it back") from error
-    if wrong := [window for window in windows if not _is_window(window)]:
-        raise ConfigError(f"{file} is damaged: {wrong[0]!r:.40} is no [first, end] of batches; put it back")
-    return windows
+
+
+def _checked(windows: object) -> list[list[int]]:
+    """Returns what is a list of windows; raises Malformed if it is none."""
+    for window in of_kind(windows, list, "windows"):
+        if not _is_window(window):
+            raise Malformed(f"{window!r:.40} is no [first, end] of batches")
+    return windows  # type: ignore[return-value]
 
 
 def _is_window(value: Any) -> bool:
@@ -182,7 +220,7 @@ def roll_back(
         if before < 0:
             return None
         try:
-            restored = store.restore(abstract, before)
+            restored = store.restore(trained(abstract), before)
         except CheckpointError:
             continue
     without = dataset.without(before + 1, fault.last if fault.skip else before)

@@ -1,5 +1,6 @@
 """One run per folder of checkpoints: whose steps these are, and who writes there."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,9 @@ import pytest
 
 from jaxdist import train
 from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import workdir
+from jaxdist.trainer import cli, workdir
 from support.runs import TINY, overrides, refused
 
 SETTINGS = TINY | {"train.steps": 2, "optimizer.schedule": "constant", "model.num_layers": 1}
@@ -84,6 +86,22 @@ def test_of_an_older_checkpoint_the_fingerprint_is_compared(tmp_path, monkeypatc
     (fault,) = refused(capsys, *arguments(tmp_path, seed=1))
     assert f"the run in {tmp_path} had another config, and its config.json is lost; put" in fault
     assert train.main(arguments(tmp_path, train__log_every=5)) == 0
+
+
+def test_metadata_that_no_run_wrote_is_one_line(root, capsys):
+    """Sealed with right hashes: what it says of the run is not believed for that."""
+    shared = root / "shared"
+    file = shared / "2" / "metadata" / "metadata"
+    document = json.loads(file.read_text())
+    document["run"]["progress"]["elapsed_s"] = "long"
+    file.write_text(json.dumps(document))
+    known = manifest.read_manifest(shared / "2")
+    manifest.seal(shared, 2, known.run, known.fingerprints)
+    capsys.readouterr()
+    assert cli.exit_code(lambda: train.main(arguments(root / "a", shared, train__steps=3))) == 77
+    error = capsys.readouterr().err
+    assert "step 2: its metadata is not that of a run in training: progress.elapsed_s is 'long'" in error
+    assert folders.list_steps(shared) == [2]
 
 
 def test_a_live_owner_is_named(root, capsys):
