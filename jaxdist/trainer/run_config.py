@@ -135,6 +135,8 @@ HARMLESS = (
     "model.loss_chunk",
 )
 
+_NEWER = ("init.from_run", "init.optimizer")  # keys that came after checkpoints with a fingerprint alone
+
 
 def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
     """Returns the patterns of keys whose change leaves the losses what they are."""
@@ -145,6 +147,13 @@ def run_fingerprint(run: RunConfig) -> str:
     """Returns the hash of all that determines the losses."""
     flat = schema.flatten(schema.to_config_dict(run))
     return schema.fingerprint(flat, ignore=harmless_on_resume(run))
+
+
+def known_fingerprints(run: RunConfig) -> tuple[str, str]:
+    """Returns `run_fingerprint`, and what it was when checkpoints did not hold the config itself."""
+    flat = schema.flatten(schema.to_config_dict(run))
+    before = schema.fingerprint(flat, ignore=(*harmless_on_resume(run), *_NEWER))
+    return run_fingerprint(run), before
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------------------

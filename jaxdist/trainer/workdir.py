@@ -31,7 +31,7 @@ from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
-from jaxdist.trainer.run_config import RunConfig, harmless_on_resume, run_fingerprint
+from jaxdist.trainer.run_config import RunConfig, harmless_on_resume, known_fingerprints, run_fingerprint
 
 CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
@@ -181,8 +181,11 @@ def check_stored_config(metadata: Mapping[str, Any], run: RunConfig, place: Path
             for change in schema.diff(old, new)
             if not any(fnmatch(change.path, pattern) for pattern in harmless_on_resume(run))
         ]
-    elif (metadata.get("fingerprints") or {}).get("config") not in (None, run_fingerprint(run)):
-        faults = [f"the run in {place} had another config, and its {CONFIG} is lost; {cure}"]
+    elif (metadata.get("fingerprints") or {}).get("config") not in (None, *known_fingerprints(run)):
+        faults = [
+            f"the run in {place} had another config, and its {CONFIG} is lost; put that back, or what it was "
+            f"started with, or branch with init.from_run={place}{at} in another --workdir"
+        ]
     if faults:
         raise ConfigError(faults)
 

@@ -209,3 +209,14 @@ def test_a_stored_target_that_is_no_name_is_refused(tmp_path, target):
     (tmp_path / "config.json").write_text(f'{{"model": {{"target": {target}}}}}')
     with pytest.raises(ConfigError, match="target"):
         workdir.read_config(tmp_path)
+
+
+def test_a_checkpoint_that_holds_a_fingerprint_alone_is_known_again():
+    """Keys that came since are not in it; a new one goes into run_config._NEWER, and changes nothing here."""
+    then = "b7e5ff098da7c2220dfdc6707e43578f8441ce22f6f884b2f3fe93b137079cfe"  # of its defaults
+    config = run_config.default_config()
+    config.optimizer.warmup_steps = 100
+    run = run_config.from_config(config)
+    assert then in run_config.known_fingerprints(run)
+    config.seed = 1
+    assert then not in run_config.known_fingerprints(run_config.from_config(config))
