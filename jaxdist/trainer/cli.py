@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxdist.distributed import initialize
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
-from jaxdist.trainer import config_json, pretrained, workdir
+from jaxdist.trainer import config_json, from_run, pretrained, workdir
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
 
 
@@ -55,11 +55,12 @@ def parse(
         parser.print_help()
     if flags.config is None:
         flags.config = _config_named(flags, folder, faults)
-    config = _load(flags, overrides.get("model.target"))
+    config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
     if hasattr(flags, "workdir"):
         registry.refuse_inside(target, _workdir(flags))
+    _refuse_source_code(target, overrides, config)
     if target != configured:  # the other overrides are checked against its fields
         with config.unlocked():
             config.model = model_defaults(target)
@@ -132,7 +133,7 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
         yield f"{word}: no such flag;{hint} --help lists them"
 
 
-def _load(flags: argparse.Namespace, target: str | None) -> ConfigDict:
+def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Returns the config that --config names: a Python file's, or that of a run's config.json."""
     name, colon, argument = flags.config.partition(":")
     if not (name.endswith(".json") and os.path.isfile(name)):
@@ -140,8 +141,17 @@ def _load(flags: argparse.Namespace, target: str | None) -> ConfigDict:
     if colon:
         raise ConfigError(f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'.")
     stored = config_json.read(Path(name))
-    run = config_json.resolve(stored, Path(name).parent, named=target, trust_code=flags.trust_code)
+    _refuse_source_code(config_json.target_of(stored), overrides, stored)
+    named = overrides.get("model.target")
+    run = config_json.resolve(stored, Path(name).parent, named=named, trust_code=flags.trust_code)
     return schema.to_config_dict(run)
+
+
+def _refuse_source_code(target: str, overrides: Mapping[str, str], config: Mapping | ConfigDict) -> None:
+    """Raises ConfigError if the model's file lies in the run that it begins with."""
+    source = {**schema.flatten(config), **overrides}.get("init.from_run")
+    if isinstance(source, str) and source:
+        from_run.refuse_code(source, target)
 
 
 def _workdir(flags: argparse.Namespace) -> Path:

@@ -5,6 +5,8 @@ locked or moved there: it may be training still. Its config is data: no code tha
 """
 
 import functools
+import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from jaxdist.checkpoint import manifest, state_dict
 from jaxdist.checkpoint.files import ArrayInfo, CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
+from jaxdist.config.extras import MissingExtra
 from jaxdist.data import load_tokenizer
 from jaxdist.data.sources import MADE_ELSEWHERE, NOT_TEXT
 from jaxdist.data.tokenizer import TOKENIZER_FILE
@@ -99,9 +102,9 @@ def locate(name: str) -> Source:
     Raises:
       ConfigError: there is no such folder.
     """
-    folder, at, number = name.rpartition("@")
-    folder, step = (folder, int(number)) if at and number.isdecimal() else (name, None)
-    path = folder if "://" in folder else str(Path(folder).expanduser())
+    parts = re.fullmatch(r"(?s)(.+)@([0-9]{1,18})", name)
+    folder, step = (parts[1], int(parts[2])) if parts else (name, None)
+    path = folder if "://" in folder else os.path.expanduser(folder)
     try:
         checkpoints, inside = folders.locate(path)
     except ConfigError as error:
@@ -110,6 +113,17 @@ def locate(name: str) -> Source:
     local = [place for place in around if isinstance(place, Path)]  # as every workdir is
     beside = next((place for place in local if (place / workdir.CONFIG).is_file()), None)
     return Source(name, checkpoints, inside if step is None else step, beside)
+
+
+def refuse_code(name: str, target: str) -> None:
+    """Raises ConfigError if a model's file lies in the run that init.from_run names, which is data."""
+    try:
+        source = locate(name)
+    except (ConfigError, MissingExtra):
+        return  # nothing there that can be read; said where it is
+    for folder in (source.workdir, source.checkpoints):
+        if isinstance(folder, Path):
+            registry.refuse_inside(target, folder)
 
 
 def refuse_own_folder(config: RunConfig, folder: Path) -> None:
@@ -178,7 +192,7 @@ def _tokenizer(source: Source, config: ConfigDict, chosen: Collection[str], valu
     if kept and kept.is_file():
         return str(kept)
     made_elsewhere = there == "bytes" and data.get("source") in MADE_ELSEWHERE  # which one, nobody has said
-    if there == "bytes" and not made_elsewhere or Path(there).expanduser().is_file():
+    if there == "bytes" and not made_elsewhere or os.path.isfile(os.path.expanduser(there)):
         return there
     needless = config.data.source in (*MADE_ELSEWHERE, *NOT_TEXT) or "vocab_size" not in values
     if not needless and values["vocab_size"] != load_tokenizer("bytes").vocab_size:

@@ -136,6 +136,24 @@ def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatc
     assert not list(tmp_path.rglob("*.executed"))
 
 
+@pytest.mark.parametrize("how", ["named", "in a config.json"])
+def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, capsys):
+    """Of the folder that init.from_run names no file is executed, whatever the flags."""
+    file = code(tmp_path / "source" / "foreign_model.py")
+    source, target = folder_with(tmp_path / "source", f"{file}:Model"), f"{file}:Model"
+    words = ["--config", "quickstart", f"--config.init.from_run={source}"]
+    if how == "in a config.json":
+        copy = folder_with(tmp_path / "copy", target)
+        stored = json.loads((copy / "config.json").read_text())
+        stored["init"]["from_run"] = str(source)
+        (copy / "config.json").write_text(json.dumps(stored))
+        words = ["--config", copy / "config.json"]
+    words += [f"--config.model.target={target}", "--trust-code", "--workdir", tmp_path / "new"]
+    exit_code, error = code_and_error(capsys, train.main, *words)
+    assert exit_code == 78 and not executed(file)
+    assert f"lies in the run's folder {source}, whose files are never executed" in error
+
+
 def test_convert_refuses_before_it_loads_anything(code, tmp_path, capsys):
     file = code(tmp_path / "there" / "converted_model.py")
     run = folder_with(tmp_path / "run", f"{file}:Model")

@@ -198,6 +198,12 @@ def test_what_cannot_be_is_refused_with_the_cure(old, text, tmp_path, capsys):
     assert "the run's own folder" in fault(checkpoint__folder=old / "checkpoints")
 
 
+@pytest.mark.parametrize("name", ["~nobody-here/run", "x" * 5000, "run@" + "9" * 5000, "a\0b", "@3", "run@³"])
+def test_a_name_that_no_folder_has_is_one_line(text, tmp_path, name):
+    (line,) = refused_lines(words(text, **SHAPE, init__from_run=name), tmp_path).splitlines()
+    assert line.startswith("init.from_run=")
+
+
 def test_two_processes_begin_with_a_run_that_is_training_still(old, text, tmp_path):
     new = [sys.executable, "-m", "jaxdist.train", *words(text, **SHAPE, init__from_run=old, mesh__fsdp=2)]
     with workdir_lock(old):
