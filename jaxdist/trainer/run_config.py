@@ -149,11 +149,12 @@ def run_fingerprint(run: RunConfig) -> str:
     return schema.fingerprint(flat, ignore=harmless_on_resume(run))
 
 
-def known_fingerprints(run: RunConfig) -> tuple[str, str]:
+def known_fingerprints(run: RunConfig) -> set[str]:
     """Returns `run_fingerprint`, and what it was when checkpoints did not hold the config itself."""
-    flat = schema.flatten(schema.to_config_dict(run))
-    before = schema.fingerprint(flat, ignore=(*harmless_on_resume(run), *_NEWER))
-    return run_fingerprint(run), before
+    flat, harmless = schema.flatten(schema.to_config_dict(run)), harmless_on_resume(run)
+    counted = [path for path in harmless if path != "train.max_minutes"]  # it could hurry a schedule
+    ignored = (harmless, (*harmless, *_NEWER), (*counted, *_NEWER))
+    return {schema.fingerprint(flat, ignore=paths) for paths in ignored}
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------------------
