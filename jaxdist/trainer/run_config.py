@@ -135,7 +135,8 @@ HARMLESS = (
     "model.loss_chunk",
 )
 
-_NEWER = ("init.from_run", "init.optimizer")  # keys that came after checkpoints with a fingerprint alone
+# Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own fingerprint tells.
+_NEWER = ("data.special_tokens", "init.from_run", "init.optimizer")
 
 
 def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
