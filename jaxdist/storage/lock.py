@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from jaxdist.storage import atomic, untrusted
 
@@ -64,7 +64,7 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
         yield is_held
 
 
-def _opened(path: Path, mode: str) -> TextIO:
+def _opened(path: Path, mode: str) -> IO[str]:
     """Opens a file, made if need be; not what a link there leads to, and nothing that waits.
 
     Raises:
@@ -83,7 +83,7 @@ def _opened(path: Path, mode: str) -> TextIO:
     return file
 
 
-def _take(file: TextIO, before_wait: Callable[[], None] | None) -> None:
+def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
