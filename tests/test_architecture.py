@@ -88,6 +88,7 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
+@functools.cache
 def edges() -> set[tuple[str, str]]:
     """Returns (folder, folder it imports from)."""
     return {

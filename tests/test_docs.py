@@ -81,6 +81,7 @@ def test_links_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.slow
 def test_the_fast_tests_are_most_of_the_unit_tests():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "fast"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -135,7 +135,8 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
 
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Returns the config that --config names: a Python file's, or that of a run's config.json."""
-    name, colon, argument = flags.config.partition(":")
+    whole = flags.config.endswith(".json") and os.path.isfile(flags.config)  # its folder may have a colon
+    name, colon, argument = (flags.config, "", "") if whole else flags.config.partition(":")
     if not (name.endswith(".json") and os.path.isfile(name)):
         return files.load(flags.config, folders=files.packaged_folders())
     if colon:

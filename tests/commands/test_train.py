@@ -294,7 +294,7 @@ def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
 
 
 def test_a_workdir_alone_goes_on_with_its_own_config(capsys, finished, tmp_path):
-    folder, _ = finished
+    folder = shutil.copytree(finished[0], tmp_path / "lr:0.1")
     assert train.main(["--workdir", str(folder)]) == 0
     assert f"{folder} is finished at step 2" in capsys.readouterr().out
     (fault,) = refused(capsys, "--workdir", str(folder), "--config.seed=1")  # which it compares with

@@ -110,6 +110,7 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path):
     assert losses(workdir) == pytest.approx(reference, rel=1e-5) and len(reference) == STEPS
 
 
+@pytest.mark.slow
 def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
     """Each would save its part where the others never look: nothing could be restored."""
     apart_ = 'mkdir -p $JAXDIST_PROCESS_ID; cd $JAXDIST_PROCESS_ID; exec "$@"'
@@ -125,6 +126,7 @@ def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
     assert "process 1 differs" in done.stdout and "all need the same folder" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_pass_over_folders_that_are_no_steps(straight, tmp_path):
     workdir = shutil.copytree(straight, tmp_path / "run")
     checkpoints = workdir / "checkpoints"
@@ -137,7 +139,7 @@ def test_two_processes_pass_over_folders_that_are_no_steps(straight, tmp_path):
     assert same_bits(parameters(workdir, STEPS), parameters(straight, STEPS))
 
 
-@pytest.mark.parametrize("number", ["1", "2"])
+@pytest.mark.parametrize("number", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
     """No row tells of the steps since the last checkpoint."""
     workdir, limit = tmp_path / "run", (30 << 10, resource.RLIM_INFINITY)  # bytes of a file

@@ -28,6 +28,7 @@ def train_together(workdir: Path, processes: int, devices_each: int, **changes) 
     return said
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, devices=4, **LAYOUT)

@@ -44,8 +44,10 @@ def command(workdir: Path, **changes) -> list[str]:
 
 
 def environment(devices: int) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    """Returns that of a process with so many emulated devices, and this one's compiler (conftest.py)."""
+    kept = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    flags = [*kept, f"--xla_force_host_platform_device_count={devices}"]
+    return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
 
 def start_group(

@@ -422,7 +422,11 @@ RAISES = "from jaxdist.checkpoint.files import CheckpointError; raise Checkpoint
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("raise jaxdist.ConfigError('mine')", 78), (RAISES, 77), ("import sys; sys.exit('mine')", 1)],
+    [
+        pytest.param("raise jaxdist.ConfigError('mine')", 78, marks=pytest.mark.slow),
+        pytest.param("import sys; sys.exit('mine')", 1, marks=pytest.mark.slow),
+        (RAISES, 77),
+    ],
 )
 def test_a_fault_in_one_process_does_not_wait_for_the_others(launched_script, fault, code):
     done, seconds = launched_script(fault)
@@ -437,8 +441,8 @@ LATER = f"signal.signal(signal.SIGUSR2, lambda *_: ({OWN}, {KILL}))"
 @pytest.mark.parametrize(
     ("fault", "join", "where"),
     [
-        (KILL, f"{OWN}; jaxdist.join()", "stopped after step"),
-        ("pass", f"{OWN}; jaxdist.join(); {KILL}", "nothing is unsaved"),
+        pytest.param(KILL, f"{OWN}; jaxdist.join()", "stopped after step", marks=pytest.mark.slow),
+        pytest.param("pass", f"{OWN}; jaxdist.join(); {KILL}", "nothing is unsaved", marks=pytest.mark.slow),
         # Set by the main thread during the run, and needed before the next step could notice.
         (KILL.replace("TERM", "USR2"), f"{LATER}; jaxdist.join()", "stopped after step"),
     ],

@@ -204,6 +204,7 @@ def test_a_name_that_no_folder_has_is_one_line(text, tmp_path, name):
     assert line.startswith("init.from_run=")
 
 
+@pytest.mark.slow
 def test_two_processes_begin_with_a_run_that_is_training_still(old, text, tmp_path):
     new = [sys.executable, "-m", "jaxdist.train", *words(text, **SHAPE, init__from_run=old, mesh__fsdp=2)]
     with workdir_lock(old):

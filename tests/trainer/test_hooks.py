@@ -62,13 +62,12 @@ def test_a_hook_saves_and_the_run_resumes_there(tmp_path):
 
 
 def test_a_hook_stops_the_run_which_is_evaluated_saved_and_resumed(tmp_path):
-    result = train(
-        tmp_path,
-        every(4, lambda view: view.stop("good enough")),
-        train__eval_every=100,
-        optimizer__schedule="constant",
-    )
+    text = tmp_path / "little.txt"
+    text.write_text("a line to hold out, and to train on\n" * 20)
+    little = {"data__source": "text", "data__path": str(text), "data__validation_path": str(text)}
+    changes = little | {"train__eval_every": 100, "optimizer__schedule": "constant"}
+    result = train(tmp_path, every(4, lambda view: view.stop("good enough")), **changes)
     assert not result.stopped and int(result.state.step) == 4
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "evaluate", "save", "stop"]
     assert read_events(tmp_path)[-1]["reason"] == "good enough"
-    assert int(train(tmp_path, train__eval_every=100, optimizer__schedule="constant").state.step) == STEPS
+    assert int(train(tmp_path, **changes).state.step) == STEPS

@@ -115,6 +115,7 @@ def check(case: Case) -> None:
 
 
 # The default suite: every mechanism at least once.
+PARTS = {"two stages", "accumulation"}  # other cases of these few have them, too
 FEW = {
     "two stages": Case(),
     "interleaved": Case(4, 4, 2, "interleaved"),
@@ -166,7 +167,9 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in PARTS else name for name in FEW]
+)
 def test_a_pipeline_equals_one_device(name):
     check(FEW[name])
 
