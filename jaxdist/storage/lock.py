@@ -103,7 +103,8 @@ def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
 def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
     """Writes who owns the folder of `path`, and renews that from a thread until the body ends.
 
-    Two that come at once may both begin; then `is_held` says no to the one that wrote first.
+    Two that come at once may both begin; then `is_held` says no to the one that wrote first. No clock is
+    trusted to say that an owner is gone: it must also let a time for renewal pass.
 
     Args:
       path: of the record, a file in any kind of store.
@@ -111,13 +112,17 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
 
     Raises:
       Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
-      OSError: the record cannot be written.
+      OSError: the record cannot be read or written.
     """
     host, ended = socket.gethostname(), threading.Event()
     mine = {"run": run, "host": host, "pid": os.getpid(), "start": time.time()}
 
     def is_held() -> bool:
-        return (other := _read_record(path)) is None or {key: other[key] for key in mine} == mine
+        try:
+            other = _read_record(path)
+        except Exception:  # the store is away for a while
+            return True
+        return other is None or {key: other[key] for key in mine} == mine
 
     def renew() -> None:
         atomic.write_text(path, json.dumps(mine | {"time": time.time()}))
@@ -129,8 +134,13 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
                     return
                 renew()
 
-    _wait_for_the_other(path, run, resumes)
-    renew()
+    try:
+        _wait_for_the_other(path, run, resumes)
+        renew()
+    except (Locked, OSError):
+        raise
+    except Exception as error:  # of an object store's client
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
     time.sleep(_SETTLE_S)
     if not is_held():
         raise Locked(_name(_read_record(path) or mine))
@@ -150,15 +160,16 @@ def _wait_for_the_other(path: Path, run: str, resumes: bool) -> None:
     """Returns once the lease of a record, if there is one, is over; raises Locked where that takes long."""
     if (other := _read_record(path)) is None:
         return
-    left_s = other["time"] + TAKEOVER_S - time.time()
-    if resumes and other["run"] == run:
-        if other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
-            return
-        time.sleep(min(max(left_s, 0), RENEW_S + 2 * _SETTLE_S))  # one that lives renews it meanwhile
+    left_s, ours = other["time"] + TAKEOVER_S - time.time(), resumes and other["run"] == run
+    if ours and other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
+        return
+    if ours or not 0 < left_s < 2 * TAKEOVER_S:  # over, or a clock is wrong
+        # One that lives renews it meanwhile, whatever its clock says, and though its store be slow.
+        time.sleep(2 * RENEW_S + _SETTLE_S)
         if _read_record(path) in (None, other):
             return
-    if 0 < left_s < 2 * TAKEOVER_S:  # no clock is wrong by more
-        raise Locked(f"{_name(other)}; if that has ended, wait {left_s:.0f} s")
+        left_s = TAKEOVER_S
+    raise Locked(f"{_name(other)}; if that has ended, wait {left_s:.0f} s")
 
 
 def _name(record: dict[str, Any]) -> str:
@@ -166,13 +177,22 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """Returns what a record says; None if there is none, none of ours, or the store is away."""
-    with contextlib.suppress(Exception):
+    """Returns what a record says; None if there is none, or none of ours.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
+    try:
         record = untrusted.read_json(path, dict)
-        kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
         record = {key: kind(record[key]) for key, kind in kinds.items()}
         return record if math.isfinite(record["time"]) else None
-    return None
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        return None
 
 
 def _is_alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -147,6 +148,90 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment
         cwd=ROOT,
     )
     assert [row["step"] for row in json.loads(listed.stdout)["steps"]] == [7, 14, 16]
+
+
+OWNER = """
+    import logging, sys, time
+    from jaxdist.checkpoint import files as folders
+    from jaxdist.storage import lock
+
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)
+    run, resumes, ahead_s, now = sys.argv[1], sys.argv[2] == "True", float(sys.argv[3]), time.time
+    time.time = lambda: now() + ahead_s
+    lock.RENEW_S, lock.TAKEOVER_S = 2.0, 20.0
+    path = folders.as_path("gs://bucket/leased") / folders.OWNER
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        with lock.lease(path, run, resumes=resumes) as is_held:
+            print("held", flush=True)
+            for line in sys.stdin:
+                print(is_held(), flush=True)
+    except lock.Locked as error:
+        print(f"locked by {error}", flush=True)
+"""
+
+
+class Owner:
+    """A process that asks for the lease of a folder in the store."""
+
+    def __init__(self, variables, run, *, resumes=False, ahead_s=0):
+        script = [sys.executable, "-c", textwrap.dedent(OWNER), run, str(resumes), str(ahead_s)]
+        self._process = subprocess.Popen(
+            script, cwd=ROOT, env=os.environ | variables, stdin=-1, stdout=-1, text=True
+        )
+        assert self.answer() == "ready"
+
+    def go(self) -> str:
+        """Lets it ask; returns what became of that."""
+        print(file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> str:
+        return self._process.stdout.readline().strip()
+
+    def is_held(self) -> bool:
+        return self.go() == "True"
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        self._process.communicate()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.slow
+def test_one_of_several_owners_has_a_folder_in_an_object_store(store_environment):
+    """Lives of owners: several at once, wrong clocks, a suspended one, a killed one."""
+    one, another = (Owner(store_environment, run) for run in "ab")
+    assert one.go() == "held"
+    began = time.monotonic()
+    others = [Owner(store_environment, "b", ahead_s=seconds) for seconds in (0, 1000, -1000)]
+    others += [Owner(store_environment, "a", resumes=True)]
+    assert all(other.go().startswith("locked by process ") for other in others)
+    time.sleep(max(0, began + 21 - time.monotonic()))
+    assert one.is_held()  # longer than a lease lasts by itself
+
+    one.signal(signal.SIGSTOP)
+    time.sleep(21)
+    assert another.go() == "held"
+    one.signal(signal.SIGCONT)
+    assert not one.is_held() and another.is_held()
+    one.end()
+    assert another.is_held()  # its record is not taken away by the end of the one before
+
+    stranger, heir = Owner(store_environment, "c"), Owner(store_environment, "b", resumes=True)
+    another.kill()
+    assert stranger.go().startswith("locked by process ")
+    assert heir.go() == "held"  # its own run's process is known to have gone
+    heir.end()
+    last = Owner(store_environment, "c")
+    assert last.go() == "held"
+    last.end()
 
 
 def test_the_emulator_is_what_was_talked_to(store_environment, tmp_path):

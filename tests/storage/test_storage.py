@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -140,6 +141,30 @@ def test_a_lease_of_the_dead_is_taken_over(tmp_path, hurried, run, host, age_s, 
     else:
         with pytest.raises(lock.Locked, match=f"process {ended.pid} on there"):
             take(path, run, resumes=True)
+
+
+@pytest.mark.parametrize("ahead_s", [-1000, 1000])
+def test_a_clock_that_is_wrong_takes_no_lease_from_a_live_owner(tmp_path, hurried, monkeypatch, ahead_s):
+    path, now = tmp_path / "owner.json", time.time
+    monkeypatch.setattr(lock, "RENEW_S", 0.4)  # a busy machine may be late
+    with lock.lease(path, "a", resumes=False) as is_held:
+        monkeypatch.setattr(time, "time", lambda: now() + ahead_s)  # of the owner: a step in its life
+        time.sleep(0.8)
+        monkeypatch.setattr(
+            time, "time", lambda: now() + ahead_s * (threading.current_thread().name == "lease")
+        )
+        assert abs(json.loads(path.read_text())["time"] - now() - ahead_s) < 10
+        with pytest.raises(lock.Locked, match="run a"):
+            take(path, "b")
+        assert is_held()
+    assert take(path, "b")
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_none(tmp_path, hurried):
+    (tmp_path / "owner.json").symlink_to("owner.json")
+    with pytest.raises(OSError, match="symbolic links"):
+        take(tmp_path / "owner.json", "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["owner.json"]
 
 
 NO_TIME = '{"run": "a", "host": "b", "pid": 1, "start": 1, "time": NaN}'
