@@ -10,7 +10,6 @@ import functools
 import queue
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import fingerprint, state_dict
 from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.config import extras, trees
@@ -33,6 +33,8 @@ CLOCK_STEPS = 10
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _MOST_TRIED = 64  # whole steps that a restore looks at
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
+_TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
+_ANSWER_S = 2  # to wait at least for an answer of the file system
 _GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
 
 
@@ -101,7 +103,8 @@ class CheckpointManager:
         self.folder, self.config, self.mode = folders.as_path(folder), config, mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background(self.folder, config.timeout_s + _GRACE_S)
+        self.newest = 0  # the newest step that was restored or saved since; 0: none
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
@@ -145,10 +148,13 @@ class CheckpointManager:
     def check_owner(self) -> None:
         """Raises NotOwner, on all processes, if another process has become the folder's owner."""
         if coordination.broadcast(jax.process_index() == 0 and not self._is_ours()):
-            raise NotOwner(
-                f"{self.folder}: another process has taken it over, or replaced its {folders.LOCK}; this run "
-                f"saves no more there; stop one of the two, or give it another checkpoint.folder"
-            )
+            raise NotOwner(self._taken())
+
+    def _taken(self) -> str:
+        return (
+            f"{self.folder}: another process has taken it over, or replaced its {folders.LOCK}; this run "
+            f"saves no more there; stop one of the two, or give it another checkpoint.folder"
+        )
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as they are on disk now."""
@@ -181,13 +187,13 @@ class CheckpointManager:
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], *, wait: bool = False) -> None:
         """Start to save `state` and `metadata` as one unit; the outcome comes from `poll`.
 
-        Returns once the arrays are copied to the host: they may be donated right after. If the save
-        before is still running, waits for it for `patience_s`, then gives this one up, and `poll`
-        says so: a slow disk does not stop training.
+        Returns once the arrays are copied to the host: they may be donated right after. Waits for the
+        save before, and for an answer of the file system, for `patience_s` each, then gives this one
+        up, and `poll` says so: a slow disk does not stop training.
 
         Args:
           metadata: JSON values: data position, config fingerprint, versions, ...
-          wait: wait longer for the save before, for `timeout_s`: this one is the last.
+          wait: wait longer for both, for `timeout_s`: this one is the last.
 
         Raises:
           TypeError, ValueError: `metadata` is not JSON, or the store is read-only. A disk or Orbax
@@ -196,7 +202,6 @@ class CheckpointManager:
         """
         if self.mode != "write":
             raise ValueError(f"the store of {self.folder} was opened to read; open it to write")
-        self.check_owner()
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
         num_bytes, started = trees.tree_bytes(arrays), time.monotonic()
@@ -214,23 +219,33 @@ class CheckpointManager:
         finish = functools.partial(self._finish, step, list(arrays), sums, report)
         if isinstance(sums, Exception) or not self.config.asynchronous:
             finish()
-            return
-        self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
-        self._thread.start()
+        else:
+            self._background.begin(finish, f"save of step {step}")
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
-        """Returns why no save can begin, "" if one can; process 0 decides for all."""
+        """Returns why no save can begin, "" if one can; process 0 decides for all.
+
+        Raises:
+          NotOwner: another process has become the folder's owner.
+        """
         reason = ""
         if jax.process_index() == 0:
-            reason = "the save before is still being written; a faster disk or fewer saves would help"
-            if self.wait(None if wait else self.config.patience_s):
-                reason = self._make_room(step, num_bytes)
-        if not (reason := coordination.first_error(reason)):
+            answers, patience_s = queue.SimpleQueue[str](), self.config.patience_s
+            if ended := self.wait(None if wait else patience_s):
+                ask = functools.partial(self._make_room, step, num_bytes)
+                self._background.begin(lambda: answers.put(ask()), f"look at the disk before step {step}")
+                ended = self.wait(None if wait else max(patience_s, _ANSWER_S))
+            reason = answers.get() if ended else self.delay()
+        if (reason := coordination.first_error(reason)) == _TAKEN:
+            raise NotOwner(self._taken())
+        if not reason:
             self.wait()
         return reason
 
     def _make_room(self, step: int, num_bytes: int) -> str:
         try:
+            if not self._is_ours():
+                return _TAKEN
             folders.remove_leftovers(self.folder)  # of failed saves: they eat the rest of the disk
             path, reason = self.folder / str(step), self.bad_steps.pop(step, "")
             if path.exists() and (reason or step not in self.steps()):
@@ -240,7 +255,7 @@ class CheckpointManager:
             if isinstance(self.folder, Path) and (free := shutil.disk_usage(self.folder).free) < num_bytes:
                 return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
             folders.begin_save(self.folder, step)
-        except OSError as error:
+        except Exception as error:  # of the disk, or of an object store's client
             return _short(error)
         return ""
 
@@ -268,14 +283,14 @@ class CheckpointManager:
                     raise CheckpointError(f"{self.folder} is another process's by now")
                 assert self.run is not None
                 integrity.seal(self.folder, step, self.run, fingerprints)
-                folders.end_save(self.folder, step)
         except Exception as error:
             ok, problem = False, CheckpointError(f"step {step} was not saved: {_short(error)}")
             self._last_step = None  # so that a save at the end is tried again
+        self.newest = step if ok else self.newest
         try:
             if jax.process_index() == 0 and self._is_ours():
                 self._tidy(step, committed=ok)
-        except OSError as error:
+        except Exception as error:
             problem = problem or CheckpointError(f"old checkpoints were not deleted: {_short(error)}")
         report(problem, ok=ok)
 
@@ -283,6 +298,7 @@ class CheckpointManager:
         if not committed:
             folders.remove_leftovers(self.folder)
             return
+        folders.end_save(self.folder, step)
         good = [known for known in self.steps() if known not in self.bad_steps]
         keep_last, keep_every = self.config.keep_last, self.config.keep_every
         for old in folders.expired(good, newest=step, keep_last=keep_last, keep_every=keep_every):
@@ -293,14 +309,12 @@ class CheckpointManager:
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until no save is running, at most `seconds`; how it ended comes from `poll`.
+        """Wait for the save, `seconds` or until it has had `timeout_s`; returns whether none is running."""
+        return self._background.wait(seconds)
 
-        Returns whether none is. By default waits for `timeout_s`: False says that the disk is stuck.
-        """
-        if self._thread is None:
-            return True
-        self._thread.join(self.config.timeout_s + _GRACE_S if seconds is None else seconds)
-        return not self._thread.is_alive()
+    def delay(self) -> str:
+        """Returns what to say of a save that has not ended."""
+        return self._background.delay()
 
     def restore(
         self, abstract_state: Any | Wanted, step: int | None = None, *, partial: bool = False
@@ -339,7 +353,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 failures[candidate] = self.bad_steps[candidate] = str(error)
                 continue
-            self._last_step = candidate
+            self._last_step = self.newest = candidate
             self._set_aside(failures)
             return restored
         tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())

@@ -52,7 +52,12 @@ def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> 
     """
     path = folder / str(step)
     manifest = Manifest(step, run, _hashed(path, sorted(_files(path))), dict(fingerprints))
-    atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
+    try:
+        atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
+    except OSError:  # there perhaps, but a power failure might take it: no step that failed may count
+        with contextlib.suppress(OSError):
+            (path / MANIFEST).unlink()
+        raise
 
 
 def _text(manifest: Manifest) -> str:

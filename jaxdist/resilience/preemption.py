@@ -33,6 +33,7 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.resilience import stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
+_END_S = 10  # that Python's own end may last after a failure
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo", "nccl", "coordination service", "coordinationservice", "closed by peer", "reset by peer",
 )  # fmt: skip
@@ -198,8 +199,11 @@ def own_process() -> Iterator[None]:
             _leave_tidily(EXIT_PREEMPTED)
         # Python's own end would wait for a compiler, or for processes that wait for this one.
         failed_in_group = leaving.code not in (0, None) and jax.distributed.is_initialized()
+        code = leaving.code if isinstance(leaving.code, int) else 1
         if leaving.code == EXIT_NO_CHECKPOINT or failed_in_group:
-            _leave(leaving.code if isinstance(leaving.code, int) else 1)
+            _leave(code)
+        if leaving.code not in (0, None):  # also if a thread waits for a disk that does not answer
+            threading.Thread(target=_leave_late, args=(code,), name="leave", daemon=True).start()
         raise
     except BaseException as error:
         if jax.distributed.is_initialized():
@@ -303,6 +307,11 @@ def _leave_tidily(code: int) -> None:
         atexit._run_exitfuncs()
     finally:
         _leave(code)
+
+
+def _leave_late(code: int) -> None:
+    time.sleep(_END_S)
+    _leave(code)
 
 
 def _leave(code: int) -> None:

@@ -6,6 +6,7 @@ and its own limit counts. They know of each other through small files, `WORKDIR/
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -14,11 +15,11 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
@@ -34,7 +35,7 @@ _GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
 _WAITS = ("multihost", "/distributed.py", "xla_bridge.py", "consistency.py", "coordination.py")
 _RESULT = "jax/_src/array.py"  # of a process that waits for a step's result: its own devices, or the others
 _LEVEL_S = 1.0  # for those that are level to speak, before the end of this one ends them
-_DUMP_S, _PRINT_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
+_DUMP_S, _PART_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
 _ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
 
 
@@ -78,6 +79,7 @@ class WatchdogProcess:
     _published_s = 0.0  # when its beat was last written for the others
     _published_row = b""
     _allowance_s = 0.0  # in which nobody could look
+    _disk: threading.Thread | None = None  # the last work on the workdir
 
     @property
     def _beats(self) -> Path:
@@ -125,30 +127,39 @@ class WatchdogProcess:
         """Tells the other watchers where this process is; once a second, and if it has moved."""
         if self.processes == 1 or now - self._published_s < _PUBLISH_S + self.processes / 64:
             return
-        if beat.at_step < 0 and now < (beat.since + beat.deadline) / 2 and not self._beats.parent.is_dir():
-            return  # the config may be refused yet, which leaves no folder
         deadline = round(time.time() + beat.deadline + self._allowance_s - now, 1)
         row = beat._asdict() | {"deadline": deadline, "group": self.group, "process": self.process}
         data = json.dumps(row).ljust(400).encode()
-        if data != self._published_row:
-            # In place, and closed: what another node then opens is new even on NFS.
-            with contextlib.suppress(OSError):
-                self._beats.mkdir(parents=True, exist_ok=True)
-                file_number = os.open(self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644)
-                with open(file_number, "wb") as file:
-                    file.write(data)
-                self._published_row = data
+        # Early on the config may be refused yet, which leaves no folder.
+        early = beat.at_step < 0 and now < (beat.since + beat.deadline) / 2
+        self._ask_disk(lambda: self._write_beat(data, make=not early))
         self._published_s = now
 
+    def _write_beat(self, data: bytes, make: bool) -> None:
+        """Args: make: whether to make the workdir, where there is none."""
+        if data == self._published_row or not (make or self._beats.parent.is_dir()):
+            return
+        self._beats.mkdir(parents=True, exist_ok=True)
+        # In place, and closed: what another node then opens is new even on NFS.
+        file_number = os.open(self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644)
+        with open(file_number, "wb") as file:
+            file.write(data)
+        self._published_row = data
+
     def _others(self) -> dict[int, Beat]:
-        """Returns the other processes' beats; a deadline is in seconds since 1970."""
+        """Returns the other processes' beats; a deadline is in seconds since 1970.
+
+        None are known while the workdir's file system does not answer: each has its own limits then.
+        """
         beats: dict[int, Beat] = {}
+        return dict(beats) if self._ask_disk(lambda: self._read_others(beats)) else {}
+
+    def _read_others(self, beats: dict[int, Beat]) -> None:
         for number in self._peers:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 row = json.loads((self._beats / str(number)).read_bytes())
                 if row["group"] == self.group:
                     beats[number] = Beat(*(row[field] for field in Beat._fields))
-        return beats
 
     def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
         """Returns who hangs, this process or those that it waits for; {} while there is still hope."""
@@ -175,24 +186,37 @@ class WatchdogProcess:
         patient = level and not stopped and (waits or _RESULT in main)
         # The guilty one speaks, and ends, first: if it holds the interpreter lock, _LEAVE_S later.
         time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
-        try:
-            events = MetricsWriter(Path(self.folder))
-        except (OSError, ConfigError):  # the disk is read-only by now
-            events = MetricsWriter(Path(self.folder), enabled=False)
+        told: list[tuple[int, dict[str, Any]]] = []
         for number, where in sorted(guilty.items()):
             fields: dict[str, Any] = {"phase": PHASES[where.phase], "at_step": max(where.at_step, 0)}
             fields |= {"sample": where.sample, "process": number, "reported_by": self.process}
             if number == self.process:
                 fields["waited_s"] = round(now - beat.since, 1)
                 fields |= {"stopped_by_signal": stopped, "waits_for_others": waits, "stacks": stacks}
-            events.event("hang", where.done, **fields)
-            _print(_text(number, self.processes, fields, where.done))
+            told.append((where.done, fields))
+        self._ask_disk(lambda: self._write_events(told))
+        for done, fields in told:
+            text = _text(fields["process"], self.processes, fields, done).rstrip() + "\n"
+            _started(functools.partial(os.write, 2, text.encode(errors="backslashreplace"))).join(_PART_S)
         time.sleep(_LEVEL_S * level)
         os.write(self.leave, b"\1")
         for number in (HANG_SIGNAL, signal.SIGKILL):  # the interpreter lock is held, or it leaves in vain
             if self._ended(_LEAVE_S):
                 return
             os.kill(self.pid, number)
+
+    def _ask_disk(self, work: Callable[[], object]) -> bool:
+        """Does work on the workdir, unless its file system is stuck; returns whether it has ended."""
+        if self._disk is None or not self._disk.is_alive():
+            self._disk = _started(work)
+            self._disk.join(_PART_S)
+            return not self._disk.is_alive()
+        return False
+
+    def _write_events(self, told: list[tuple[int, dict[str, Any]]]) -> None:
+        with contextlib.closing(MetricsWriter(Path(self.folder))) as events:
+            for done, fields in told:
+                events.event("hang", done, **fields)
 
     def _is_stopped(self) -> bool:
         """Returns whether a signal has stopped the process; it runs again, to write its stacks."""
@@ -225,12 +249,16 @@ def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> st
     )
 
 
-def _print(text: str) -> None:
-    """Writes to the terminal, unless that is what hangs."""
-    data = text.rstrip().encode(errors="backslashreplace") + b"\n"
-    writer = threading.Thread(target=os.write, args=(2, data), daemon=True)
-    writer.start()
-    writer.join(_PRINT_S)
+def _started(work: Callable[[], object]) -> threading.Thread:
+    """Starts what a terminal or a file system may keep waiting."""
+
+    def try_it() -> None:
+        with contextlib.suppress(Exception):  # none ends this process
+            work()
+
+    worker = threading.Thread(target=try_it, daemon=True)
+    worker.start()
+    return worker
 
 
 if __name__ == "__main__":

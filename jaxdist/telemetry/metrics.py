@@ -7,8 +7,8 @@ tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "In
 Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two writes
 leaves whole lines, and other threads or processes may append to the same file. Should a line be
 torn all the same (power loss, full disk), the next writer starts on a new line, and readers skip
-what is no JSON object. On a full disk lines are kept in memory and written once there is room:
-training goes on.
+what is no JSON object. Lines that a disk refuses are kept in memory and written once it takes them:
+training goes on. Standard error says so, and what was lost if it never did.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,13 +57,16 @@ class MetricsWriter:
 
         `clock` gives seconds since 1970, for the `time` of events; `views` are other writers with
         this interface, which get every row and event, too.
+
+        Raises:
+          ConfigError: they cannot be opened.
         """
-        self._clock, self._views = clock, views
+        self._clock, self._views, self._folder = clock, views, Path(workdir)
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
         if enabled:
-            Path(workdir).mkdir(parents=True, exist_ok=True)
-            self._files = {n: _open_append(Path(workdir) / n) for n in (METRICS_FILE, EVENTS_FILE)}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files = {n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)}
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Appends {"step": step, **values} to metrics.jsonl.
@@ -82,8 +86,15 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes both files and the views; later writes do nothing."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for name, descriptor in self._files.items():
+            if name in self._unwritten:
+                self._append_bytes(name, b"")
+            if lines := self._unwritten.pop(name, b"").count(b"\n"):
+                self._say(name, f"its last {lines} lines are lost")
+            try:
+                os.close(descriptor)
+            except OSError as error:  # of a network file system, which writes only now
+                self._say(name, f"may lack lines ({error.strerror})")
         self._files = {}
         for view in self._views:
             view.close()
@@ -91,13 +102,23 @@ class MetricsWriter:
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         if name in self._files:
-            line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
-            data = self._unwritten.pop(name, b"") + line
-            try:
-                while data:  # one write in practice; a short write only on a full disk or a signal
-                    data = data[os.write(self._files[name], data) :]
-            except OSError:
-                self._unwritten[name] = data[-_MAX_UNWRITTEN:]
+            self._append_bytes(name, (json.dumps(_to_json(row), allow_nan=False) + "\n").encode())
+
+    def _append_bytes(self, name: str, data: bytes) -> None:
+        """Appends what could not be written before, and `data`; what of it cannot be written is kept."""
+        before = self._unwritten.pop(name, b"")
+        data = before + data
+        try:
+            while data:  # one write in practice; a short write only on a full disk or a signal
+                data = data[os.write(self._files[name], data) :]
+        except OSError as error:
+            if not before:
+                self._say(name, f"cannot be written ({error.strerror}); its lines wait in memory")
+            self._unwritten[name] = data[-_MAX_UNWRITTEN:]
+
+    def _say(self, name: str, what: str) -> None:
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            print(f"{self._folder / name}: {what}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class Saver:
         """
         ended = self.store.wait()
         self.report(last=True)
-        failure = self.failure if ended else "it is still being written; is the disk stuck?"
+        failure = self.failure if ended else self.store.delay()
         if failure := coordination.first_error(failure):
-            good = [0, *(n for n in self.store.steps() if n not in self.store.bad_steps and n < step)]
-            return f"the run resumes at step {good[-1]}, steps {good[-1] + 1}-{step} are lost: {failure}"
+            good = coordination.broadcast(self.store.newest)  # not asked of a disk that may be stuck
+            return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"
         return ""

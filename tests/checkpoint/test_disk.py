@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -102,6 +104,35 @@ def test_a_disk_that_becomes_read_only_loses_saves_alone(small_disk):
     assert names(small_disk / "c") == ["1", "3"]
 
 
+def test_a_disk_that_does_not_answer_loses_saves_alone(tmp_path, monkeypatch):
+    """As a network file system that is away: each look at it waits."""
+    answers, before = threading.Event(), shutil.disk_usage
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: answers.wait() and before(folder))
+    with CheckpointManager(tmp_path, CheckpointConfig(patience_s=0.1)) as store:
+        for step in (1, 2):
+            store.save(step, noise(0.1), {})
+            (failed,) = store.poll()
+            assert not failed.ok and f"{tmp_path}: the look at the disk before step 1 has" in str(
+                failed.error
+            )
+        answers.set()
+        assert store.wait() and save_and_wait(store, 3, noise(0.1)).ok
+    assert names(tmp_path) == ["3"]
+
+
+def test_nothing_waits_for_work_that_has_had_its_time(tmp_path):
+    background, ends = Background(tmp_path, limit_s=0.2), threading.Event()
+    assert background.wait()
+    background.begin(ends.wait, "save of step 1")
+    assert not background.wait(0.01) and not background.wait()
+    began = time.monotonic()
+    assert not background.wait() and not background.wait(60) and time.monotonic() - began < 30
+    assert background.delay().startswith(f"{tmp_path}: the save of step 1 has taken 0 s and has not ended")
+    ends.set()
+    while not background.wait():
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(small_disk):
     with CheckpointManager(small_disk / "c", CheckpointConfig()) as store:
         assert save_and_wait(store, 1, noise(0.5)).ok
@@ -127,7 +158,7 @@ def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(small_disk):
         workdir.check_resume_config(folder, run)
 
 
-def test_metrics_and_events_wait_for_room(small_disk):
+def test_metrics_and_events_wait_for_room(small_disk, capsys):
     writer = MetricsWriter(small_disk)
     writer.event("start", 0)
     full = filler(small_disk, leave=0)
@@ -140,6 +171,19 @@ def test_metrics_and_events_wait_for_room(small_disk):
     writer.close()
     assert [row["step"] for row in read_rows(small_disk).train] == list(range(1, 402))
     assert [event["event"] for event in read_events(small_disk)] == ["start", "stop"]
+    said = (
+        f"{small_disk}/metrics.jsonl: cannot be written (No space left on device); its lines wait in memory\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+def test_lines_that_are_lost_are_said_to_be(small_disk, capsys):
+    writer = MetricsWriter(small_disk)
+    filler(small_disk, leave=0)
+    for step in range(1, 401):
+        writer.write(step, {"note": "x" * 40})
+    writer.close()
+    assert f"metrics.jsonl: its last {400 - len(read_rows(small_disk).train)} " in capsys.readouterr().err
 
 
 # ---- whole runs
