@@ -155,7 +155,7 @@ def test_a_call_that_fails_is_said_and_the_older_step_stays(runs, tmp_path, undi
 # ---- a file system that stalls
 
 
-LONG = {"train__steps": 100_000, "checkpoint__every_steps": 20, "train__log_every": 5}
+LONG = {"train__steps": 100_000, "checkpoint__every_steps": 200, "train__log_every": 20}
 SOON = {"checkpoint__patience_s": 0.5, "checkpoint__timeout_s": 25}
 
 
@@ -190,14 +190,14 @@ def said_file(workdir: Path) -> Path:
 @pytest.mark.parametrize("then", ["it returns", "SIGTERM", "the end"])
 def test_a_folder_of_checkpoints_that_stalls_does_not_hold_the_run(faults, tmp_path, then):
     workdir, disk = tmp_path / "run", tmp_path / "disk"
-    settings = {"checkpoint__folder": disk, "train__steps": 600 if then == "the end" else 100_000}
+    settings = {"checkpoint__folder": disk, "train__steps": 1000 if then == "the end" else 100_000}
     process = start(workdir, faults, f"{disk}*", **settings)
     try:
         until(process, lambda: True in saves(workdir))
         faults.stall.touch()
         step = last_row(workdir)
         if then == "the end":
-            until(process, lambda: last_row(workdir) == 600)
+            until(process, lambda: last_row(workdir) == 1000)
         else:
             until(process, lambda: last_row(workdir) >= step + 40 and False in saves(workdir))
         if then == "it returns":
