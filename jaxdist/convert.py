@@ -66,6 +66,8 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         trained_tokenizer = flags.source / TOKENIZER_FILE
         if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
             fields |= interop.copy_own_tokenizer(trained_tokenizer, target)
+        if config.data.format == "chat":
+            interop.write_chat_files(tokenizer_config.read(flags.source), target)
         dtype, most = flags.dtype or config.precision.params, round(flags.max_shard_gb * 1e9)
         written = interop.export(target, family, fields, shapes, read, dtype=dtype, max_shard_bytes=most)
     weights.close()

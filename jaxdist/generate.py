@@ -4,6 +4,7 @@ import argparse
 
 import jax
 
+from jaxdist.config import ConfigError
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer import cli
@@ -12,14 +13,21 @@ from jaxdist.trainer import cli
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
+    if flags.system and not flags.chat:
+        raise ConfigError("--system: a turn of a chat; give --chat, too")
     run = trained_run.load_run(**cli.run_options(flags))
-    samples = run.generate(
-        flags.prompt,
-        max_tokens=flags.max_tokens,
-        sampling=SamplingConfig(flags.temperature, flags.top_k, flags.top_p),
-        seed=flags.seed,
-        num_samples=flags.num_samples,
-    )
+    options = {
+        "max_tokens": flags.max_tokens,
+        "sampling": SamplingConfig(flags.temperature, flags.top_k, flags.top_p),
+        "seed": flags.seed,
+        "num_samples": flags.num_samples,
+    }
+    if flags.chat:
+        before = [{"role": "system", "content": flags.system}] if flags.system else []
+        chats = [[*before, {"role": "user", "content": prompt}] for prompt in flags.prompt]
+        samples = run.chat(chats, **options)
+    else:
+        samples = run.generate(flags.prompt, **options)
     texts = [sample.text for of_prompt in samples for sample in of_prompt]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):
@@ -31,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("generate", __doc__)
     add, sampling = parser.add_argument, SamplingConfig()
     add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
+    add("--chat", action="store_true", help="prompts are a user's turns; print the assistant's (extra chat)")
+    add("--system", metavar="TEXT", help="with --chat: the system's turn, before the user's")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
     add("--temperature", type=float, default=sampling.temperature, help="0 = the likeliest (default: 1)")
     add("--top-k", type=int, default=sampling.top_k, help="only the k likeliest; 0 = all (default)")

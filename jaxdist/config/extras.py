@@ -10,6 +10,7 @@ from jaxdist.config import EXIT_CONFIG
 EXTRAS = {
     "datasets": "hf",
     "gcsfs": "gcs",
+    "jinja2": "chat",
     "jax_cuda12_plugin": "aot-gpu",
     "libtpu": "aot",
     "lm_eval": "eval",

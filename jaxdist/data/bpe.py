@@ -7,11 +7,7 @@ limits; `python -m jaxdist.data.bpe` is that process.
 
 import contextlib
 import json
-import os
 import re
-import resource
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -22,17 +18,13 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import ConfigError
-from jaxdist.data import tokenizer_config
+from jaxdist.data import tokenizer_config, trial
 from jaxdist.data.sources import SpecialTokens, one_line
-from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.data.tokenizer import TOKENIZER_FILE, Spans
 from jaxdist.data.tokenizer_config import TokenizerConfig
-from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
-_TRIAL_S = 4  # of processor time to try a file out, and as much per 10 MB; Gemma's has 33 MB
-_TRIAL_BYTES = 1 << 30  # of memory
-_TRIAL_TIMEOUT_S = 300  # by the clock, on a machine that does other things too
 _MAX_ID = np.iinfo(np.int32).max  # what batches hold
 # Names under which published vocabularies hold the end of a document; the first one present wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
@@ -74,7 +66,7 @@ class BpeTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size <= _MAX_ID:
             raise ConfigError(f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}")
-        named = (self._tokenizer.token_to_id(x) if isinstance(x, str) else x for x in self.config.end_tokens)
+        named = (*self.config.end_ids, self._tokenizer.token_to_id(self.config.special.get("eos_token", "")))
         # Ids beyond the vocabulary, which some configs name, are never drawn.
         ends = {i for i in (*named, self.end_of_document) if i is not None and 0 <= i < self.vocab_size}
         self.end_ids = tuple(sorted(ends))
@@ -91,6 +83,19 @@ class BpeTokenizer:
         with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
+            encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
+        encoded = []
+        for encoding, (_, spans) in zip(encodings, texts, strict=True):
+            inside = np.zeros(len(encoding.ids), bool)
+            for span in spans:  # a character may be in no token
+                tokens = [t for t in map(encoding.char_to_token, range(*span)) if t is not None]
+                if tokens:
+                    inside[tokens[0] : tokens[-1] + 1] = True
+            encoded.append((np.asarray(encoding.ids, np.int32), inside))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         with _failures("the tokenizer (data.tokenizer) cannot decode ids"):
@@ -125,14 +130,8 @@ def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = 
         content = data.decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.tokenizer={path}: {one_line(error)}") from error
-    passed = cache and cache / f"tokenizer-{digest(tokenizers.__version__, content)[:32]}.passed"
     try:
-        if not (passed and passed.is_file()):
-            _try_out(data)
-            with contextlib.suppress(OSError):  # then it is tried out again
-                if passed:
-                    passed.parent.mkdir(parents=True, exist_ok=True)
-                    atomic.write_text(passed, "")
+        trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
         beside = tokenizer_config.read(path.parent) if path.name == TOKENIZER_FILE else TokenizerConfig()
         return BpeTokenizer(content, special_tokens, beside)
     except ConfigError as error:
@@ -143,44 +142,10 @@ def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = 
 
 
 def _try_out(content: bytes) -> None:
-    """Loads a tokenizer.json and encodes texts with it, in a process with limits.
-
-    Raises:
-      ConfigError: that failed, or took too long.
-    """
-    variables = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8:replace"}
-    command, limit_s = [sys.executable, "-P", "-m", "jaxdist.data.bpe"], _TRIAL_TIMEOUT_S
-    try:
-        done = subprocess.run(
-            command, input=content, capture_output=True, env=os.environ | variables, timeout=limit_s
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"it could not be tried out ({one_line(error)})") from error
-    if not done.returncode:
-        return
-    said = one_line(done.stdout.decode("utf-8", "replace"))
-    if done.returncode == -signal.SIGXCPU:
-        said = f"it takes more than {_TRIAL_S} s for short texts: a pattern backtracks without end"
-    elif not said:  # ended by the package
-        said = f"trying it out ended with status {done.returncode}: it needs too much memory, or is damaged"
-    raise ConfigError(f"{said}; use another tokenizer.json")
-
-
-def _trial() -> None:
-    """Loads the tokenizer.json that stdin has and encodes texts; prints why it fails."""
-    content = sys.stdin.buffer.read()
-    limit_s = _TRIAL_S + _TRIAL_S * len(content) // 10_000_000
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
-    resource.setrlimit(resource.RLIMIT_DATA, (_TRIAL_BYTES, _TRIAL_BYTES))
-    try:
-        tokenizer = BpeTokenizer(content.decode())
-        for ids in tokenizer.encode_documents(list(_trial_texts(content.decode()))):
-            tokenizer.decode(ids)
-    except ConfigError as error:
-        print(error)
-        raise SystemExit(1) from None
+    """Loads a tokenizer.json and encodes texts with it."""
+    tokenizer = BpeTokenizer(content.decode())
+    for ids in tokenizer.encode_documents(list(_trial_texts(content.decode()))):
+        tokenizer.decode(ids)
 
 
 def _trial_texts(content: str) -> Iterator[str]:
@@ -222,4 +187,4 @@ def _capped(texts: Iterable[str], left: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    _trial()
+    trial.child(_try_out, sys.stdin.buffer.read())

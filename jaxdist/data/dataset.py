@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.config.schema import faults as config_faults
-from jaxdist.data import arrays, packing, token_cache, token_files, tokenizer, tokenizer_config
+from jaxdist.data import arrays, chat, packing, token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
-from jaxdist.data.token_cache import Log
+from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic
@@ -209,7 +209,7 @@ def open_dataset(
     if config.validation_path:  # a corpus of its own; a mixture has none
         configs = [config, dataclasses.replace(config, path=config.validation_path)]
     texts = [None if c.source in ("bin", "megatron") else _open_text(c, log) for c in configs]
-    encoder = _open_tokenizer(config, [text for text in texts[:count] if text], folder, log)
+    loaded, encoder = _open_tokenizer(config, [text for text in texts[:count] if text], folder, log)
     stores = [_open_tokens(*pair, encoder, log) for pair in zip(configs, texts, strict=True)]
     if faults := list(filter(None, (_id_fault(store.name, store.max_id, vocab_size) for store in stores))):
         raise ConfigError(faults)
@@ -220,7 +220,7 @@ def open_dataset(
     fingerprints = [store.fingerprint for store in stores]
     fingerprint = digest(sequence_length, config.packing, config.validation_share, weights, *fingerprints)
     dataset = Dataset(
-        sides, weights, tokenizer=encoder, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
+        sides, weights, tokenizer=loaded, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
     )
     log(
         f"data: {dataset.num_train_samples} training samples of {sequence_length} tokens "
@@ -252,7 +252,7 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[t
     return {name: ((sequence_length,), dtype) for name, dtype in dtypes.items()} | index
 
 
-def _open_tokens(config: DataConfig, text: Corpus | None, encoder: Tokenizer | None, log: Log) -> TokenStore:
+def _open_tokens(config: DataConfig, text: Corpus | None, encoder: Encoder | None, log: Log) -> TokenStore:
     """Returns the tokens of a text, or (None) of token files."""
     if text is None:
         return (token_files.open_bin if config.source == "bin" else token_files.open_megatron)(config)
@@ -277,7 +277,9 @@ def _cut(
 ) -> DatasetSplit:
     """Returns the chosen documents as samples."""
     num_tokens = int(store.length[chosen].sum())
-    if not held_out and num_tokens <= length_S:
+    if store.weights:
+        num_tokens = _count_examples(store, chosen, length_S, log, held_out)
+    elif not held_out and num_tokens <= length_S:
         raise ConfigError(
             f"data source {store.name}: {num_tokens} training tokens, but one sample needs {length_S + 1}. "
             "Give more text, lower batch.sequence_length or data.validation_share."
@@ -294,6 +296,26 @@ def _cut(
     return DatasetSplit(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
 
 
+def _count_examples(store: TokenStore, chosen: np.ndarray, length_S: int, log: Log, held_out: bool) -> int:
+    """Returns the learned tokens of the chosen examples, and says which are cut off or left out.
+    Raises ConfigError where training has none."""
+    length, learned = store.length[chosen], packing.learned_targets(store, chosen, length_S)
+    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
+    cut, empty = int((length > length_S + 1).sum()), int((learned == 0).sum())
+    log(
+        f"data: {store.name}: {len(length)} {'held-out' if held_out else 'training'} examples, "
+        f"{learned.sum()} of {length.sum()} tokens learned; {cut} longer than {length_S + 1} tokens "
+        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
+        f"{empty} left out with no learned token"
+    )
+    if not held_out and not learned.any():
+        raise ConfigError(
+            f"data source {store.name}: no example has a learned token among its first {length_S + 1}. Raise "
+            "batch.sequence_length, or give rows with an assistant's turn or a completion."
+        )
+    return int(learned.sum())
+
+
 def _open_text(config: DataConfig, log: Log) -> Corpus:
     corpus = open_corpus(config)
     log(f"data: {corpus.name}: {corpus.summary}")
@@ -302,11 +324,13 @@ def _open_text(config: DataConfig, log: Log) -> Corpus:
 
 def _open_tokenizer(
     config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
-) -> Tokenizer | None:
-    """Returns the tokenizer; None for tokens made elsewhere, unless a file of it is named."""
+) -> tuple[Tokenizer | None, Encoder | None]:
+    """Returns the tokenizer and what makes tokens of documents with it, and keeps both in `folder`.
+
+    None for tokens made elsewhere, unless a file of their tokenizer is named."""
     size, name = tokenizer.bpe_size(config.tokenizer), config.tokenizer
     if not texts and (size or name == "bytes"):
-        return None
+        return None, None
     file = folder and folder / tokenizer.TOKENIZER_FILE
     kept = file and file.is_file()
     if size and not kept:  # trained on what is not held out of all text sources
@@ -321,12 +345,19 @@ def _open_tokenizer(
                 atomic.write_text(target, bpe.train(documents, size))
         name = str(target)
     cache, special = config.cache_folder(), config.special_tokens
-    encoder = tokenizer.load_tokenizer(name, folder=folder, cache=cache, special_tokens=special)
-    if file and not kept and encoder.content is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer_config.write(file.parent, encoder.config)
-        atomic.write_text(file, encoder.content)
-    return encoder
+    loaded = tokenizer.load_tokenizer(name, folder=folder, cache=cache, special_tokens=special)
+    encoder: Encoder = token_cache.TextEncoder(loaded)
+    about = loaded.config
+    if config.format == "chat":
+        encoder = chats = chat.open_encoder(config, loaded, kept=tokenizer_config.has_template(folder))
+        source = chats.template.source if chats.template else ""
+        about = dataclasses.replace(about, end_ids=chats.end_ids, chat_template=source)
+    if folder and (not kept if loaded.content else about != loaded.config):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer_config.write(folder, about)
+        if loaded.content is not None:
+            atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+    return loaded, encoder
 
 
 def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
@@ -349,6 +380,11 @@ def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarr
     """
     held = store.group < share
     if not share or (held.any() and not held.all()):
+        return store, held
+    if store.weights:  # examples stay whole: those of the smallest hash, but not all
+        held = store.group == store.group.min(initial=255)
+        held &= len(store.group) > held.sum()
+        log(f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are held out")
         return store, held
     blocks = -(-store.length // token_files.BLOCK_TOKENS)
     document, number = np.repeat(np.arange(len(blocks)), blocks), packing.count_up(blocks)

@@ -6,7 +6,16 @@ from pathlib import Path
 import datasets
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Corpus, DataConfig, Document, one_line, reading, record_document
+from jaxdist.data.sources import (
+    Corpus,
+    DataConfig,
+    Document,
+    columns_of,
+    fields_of,
+    one_line,
+    reading,
+    record_document,
+)
 from jaxdist.storage.digest import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
@@ -17,22 +26,17 @@ def open_corpus(config: DataConfig) -> Corpus:
 
     A row's id is its column `id` if there is one, else its number.
     Raises ConfigError with the message of `datasets`, where it cannot be had."""
-    rows, field = _load(config), config.text_field
-    if field not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise ConfigError(
-            f"data.path={config.path}: no column {field!r} (has: {columns}). Set data.text_field."
-        )
-    rows = rows.select_columns([name for name in rows.column_names if name in (field, "id")])
+    rows = _load(config)
+    rows = rows.select_columns(columns_of(config, rows.column_names, f"data.path={config.path}"))
     files = (Path(file["filename"]) for file in rows.cache_files)
     stats = ((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    stamp = digest(config.path, field, rows.num_rows, *stats)
+    stamp = digest(config.path, *fields_of(config), rows.num_rows, *stats)
     name = config.name
 
     def documents() -> Iterator[Document]:
         with reading(name, Exception):  # as many kinds as below
             for number, row in enumerate(rows):
-                yield record_document(row, field, where=f"{name} row {number}", default_id=str(number))
+                yield record_document(row, config, where=f"{name} row {number}", default_id=str(number))
 
     return Corpus(name, stamp, f"{rows.num_rows} rows", documents)
 

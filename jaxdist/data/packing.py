@@ -127,11 +127,15 @@ class PackedDocuments:
     A document of n tokens holds n - 1 predictions, cut into pieces of at most S, which are packed
     into rows by best fit, longest first. `segment_ids` number a row's pieces from 1, positions
     restart with each; slots that no piece fills have weight, segment and all else 0.
+
+    Examples (documents of a store with weights) are one piece each, cut off behind S predictions; what is
+    not learned has weight 0, and those of which nothing is learned are in no row.
     """
 
     def __init__(self, store: TokenStore, plan: PackingPlan, sequence_length: int):
-        self._files, self._length_S = store.files, sequence_length
-        self.num_rows, self.num_targets = len(plan.first) - 1, int(plan.length.sum())
+        self._files, self._weights, self._length_S = store.files, store.weights, sequence_length
+        self.num_rows = len(plan.first) - 1
+        self.num_targets = int(_learned(store, plan.owner, plan.start, plan.length).sum())
         # Padding is a piece that no file owns, the last of each row; and there is an empty row.
         filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.first])
         ends = np.append(plan.first[1:], plan.first[-1])
@@ -149,12 +153,15 @@ class PackedDocuments:
         piece = np.repeat(first, pieces) + rank
         owner, length = self._owner[piece], self._length[piece]
         segments = np.repeat(np.where(owner < 0, 0, rank + 1).astype(np.int32), length)
-        positions, used = count_up(length), segments > 0
+        used = segments > 0
+        positions = count_up(length) * used
         content = _gather(self._files, owner, self._start[piece], length + 1)
         at = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)  # pieces share none
         tokens, targets = content[at], content[at + 1]
+        if self._weights:
+            used &= _gather(self._weights, owner, self._start[piece], length + 1)[at + 1] > 0
         flat = {"tokens": tokens, "targets": targets, "segment_ids": segments}
-        flat |= {"positions": (positions * used).astype(np.int32), "weights": used.astype(np.float32)}
+        flat |= {"positions": positions.astype(np.int32), "weights": used.astype(np.float32)}
         return {name: values.reshape(-1, self._length_S) for name, values in flat.items()}
 
 
@@ -162,7 +169,8 @@ def open_packing(
     store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int, folder: Path, log: Log
 ) -> PackingPlan:
     """Returns `plan_packing`, from the cache folder if it is there, else made and kept there."""
-    choice = digest(chosen.tobytes(), store.start.tobytes(), store.length.tobytes())
+    examples = ["examples"] if store.weights else []
+    choice = digest(chosen.tobytes(), store.start.tobytes(), store.length.tobytes(), *examples)
     key = digest(_VERSION, store.fingerprint, choice, sequence_length, limit)[:16]
     target = folder / f"packing-{key}.npz"
     with one_builder(target, log):
@@ -206,7 +214,12 @@ def plan_packing(
       limit: predictions at most, in the order of documents; 0 = all.
     """
     predictions = np.maximum(store.length[chosen] - 1, 0)
-    if limit:
+    if store.weights:
+        learned = learned_targets(store, chosen, sequence_length)
+        predictions = np.minimum(predictions, sequence_length) * (learned > 0)
+        if limit:  # whole examples alone
+            predictions *= np.cumsum(learned) <= limit
+    elif limit:
         before = np.cumsum(predictions) - predictions
         predictions = np.clip(limit - before, 0, predictions)
     pieces = -(-predictions // sequence_length)
@@ -218,6 +231,22 @@ def plan_packing(
     first = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
     start = store.start[chosen][document] + offset
     return PackingPlan(first, store.file[chosen][document][order], start[order], length[order])
+
+
+def learned_targets(store: TokenStore, chosen: np.ndarray, sequence_length: int) -> np.ndarray:
+    """Returns how many of each chosen example's first S predictions are learned, [examples] int64."""
+    length = np.clip(store.length[chosen] - 1, 0, sequence_length)
+    return _learned(store, store.file[chosen], store.start[chosen], length)
+
+
+def _learned(store: TokenStore, owner: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Returns how many predictions of each piece [P] count: without weights all."""
+    if not store.weights:
+        return length
+    weights = [file.tokens for file in store.weights]
+    pieces = zip(owner.tolist(), start.tolist(), length.tolist(), strict=True)
+    counts = (int(np.count_nonzero(weights[f][s + 1 : s + n + 1])) for f, s, n in pieces)
+    return np.fromiter(counts, np.int64, len(length))
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -30,7 +30,7 @@ import tokenize
 import typing
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -38,6 +38,7 @@ from typing import Annotated, Literal, NamedTuple
 from annotated_types import Interval
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.data import chat_rows
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import Malformed, parse_json
 
@@ -46,11 +47,12 @@ Source = Literal[TextSource, "mixture", "digits", "arrays", "given"]
 SpecialTokens = Literal["tokens", "text"]
 NOT_TEXT = ("digits", "arrays", "given")
 WITHOUT_PATH = ("stdlib", "mixture", "digits")
+CHATS = ("jsonl", "parquet", "huggingface")  # sources whose records may be chats
 MADE_ELSEWHERE = ("bin", "megatron")  # tokens that nobody here has made
 # What a file is by its ending, where a source has to be guessed; all else may be text.
 _SOURCES = dict.fromkeys((".jsonl", ".jsonl.gz", ".json"), "jsonl")
 _SOURCES |= {".parquet": "parquet", ".bin": "bin", ".idx": "megatron", ".npz": "arrays"}
-_MAX_LINE = 64 << 20  # characters of a jsonl record: a file without line ends must not fill the memory
+_MAX_LINE = 64 << 20  # bytes of a jsonl record: a file without line ends must not fill the memory
 # What Python's readers raise of files that are cut off, damaged, something else, or made to harm.
 READ_ERRORS = (
     OSError, EOFError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, MemoryError,
@@ -67,6 +69,9 @@ class DataConfig:
     path: str = ""  # files, folders or globs, comma separated; huggingface: NAME[:CONFIG[:SPLIT]]
     mixture: tuple[str, ...] = ()  # for source=mixture: "weight:source:path", weight > 0
     text_field: str = "text"  # name of the text field or column (jsonl, huggingface, parquet)
+    # what a record is: a text in text_field, or messages, or prompt and completion (extra chat)
+    format: Literal["text", "chat"] = "text"
+    chat_template: str = ""  # file of a jinja template, for format=chat; "" = the tokenizer's own
     tokenizer: str = "bytes"  # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
     # what a text encodes to that spells a special token: tokens = its id, text = its characters
     special_tokens: SpecialTokens = "tokens"
@@ -117,7 +122,20 @@ class DataConfig:
                 f"data.packing=documents needs documents, and data.source={self.source} has none: "
                 "set data.packing=window or use data.source=megatron."
             )
-        return faults
+        return faults + list(self._chat_faults())
+
+    def _chat_faults(self) -> Iterator[str]:
+        if self.format == "text":
+            if self.chat_template:
+                yield f"data.chat_template={self.chat_template}: nothing is a chat; set data.format=chat."
+            return
+        if self.source not in (*CHATS, "mixture"):
+            kinds = ", ".join(CHATS)
+            yield f"data.format=chat: data.source={self.source} has no chats; required: {kinds}."
+        if self.packing == "window":
+            yield "data.format=chat: windows would mix examples; set data.packing=documents."
+        if self.special_tokens == "text":
+            yield "data.format=chat: chats need their special tokens; set data.special_tokens=tokens."
 
 
 def sources_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
@@ -173,7 +191,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         return _stdlib()
     if config.source == "huggingface":
         return extras.load("jaxdist.data.huggingface", extra="hf").open_corpus(config)
-    name, field = config.name, config.text_field
+    name = config.name
     if config.source == "text":
         return _corpus_of(name, find_files(config), _read_text)
     if config.source == "jsonl":
@@ -181,23 +199,57 @@ def open_corpus(config: DataConfig) -> Corpus:
     else:
         files = find_files(config, ".parquet")
         read = extras.load("jaxdist.data.parquet", extra="hf").read_parquet
-    corpus = _corpus_of(name, files, lambda file: read(file, field))
-    return dataclasses.replace(corpus, stamp=digest(corpus.stamp, field))
+    corpus = _corpus_of(name, files, lambda file: read(file, config))
+    return dataclasses.replace(corpus, stamp=digest(corpus.stamp, *fields_of(config)))
 
 
-def record_document(record: object, field: str, *, where: str, default_id: str) -> Document:
-    """Returns the document of one record, under its own `id` if it has one.
-    Raises ConfigError where the record has no text under `field`."""
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(record, dict) or not isinstance(text, str):
-        fields = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+def fields_of(config: DataConfig) -> tuple[str, ...]:
+    """Returns the fields or columns that are read of a record, beside its `id`."""
+    return (config.text_field,) if config.format == "text" else chat_rows.FIELDS
+
+
+def columns_of(config: DataConfig, names: Sequence[str], where: object) -> list[str]:
+    """Returns which columns of a table to read; raises ConfigError where it lacks what is needed."""
+    record_fault(config, names, where)
+    return [name for name in names if name in (*fields_of(config), "id")]
+
+
+def record_fault(config: DataConfig, names: Iterable[str], where: object) -> None:
+    """Raises ConfigError where fields or columns of these names are no record of the config's format."""
+    known, field = set(names), config.text_field
+    chats = "messages" in known or {"prompt", "completion"} <= known
+    has = f"(has: {one_line(', '.join(sorted(known)))})"
+    if config.format == "chat" and not chats:
         raise ConfigError(
-            f"{where}: no text in field {field!r} (has: {one_line(fields)}). Set data.text_field."
+            f"{where}: no {chat_rows.NEEDED} {has}. Rename the fields, or set data.format=text."
+        )
+    if config.format == "text" and field not in known:
+        cure = "Set data.format=chat" if chats else "Set data.text_field"
+        raise ConfigError(f"{where}: no text in field {field!r} {has}. {cure}.")
+
+
+def record_document(record: object, config: DataConfig, *, where: str, default_id: str) -> Document:
+    """Returns the document of one record, under its own `id` if it has one.
+    Raises ConfigError where the record is not what `data.format` says."""
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: it is {type(record).__name__}; required: an object with fields.")
+    record_fault(config, record, where)
+    identity = record.get("id")
+    name = default_id if identity is None else str(identity)
+    if config.format == "chat":
+        try:
+            return Document(name, chat_rows.chat_row(record))
+        except Malformed as error:
+            raise ConfigError(f"{where}: {error}. Mend or remove the row.") from error
+    text = record[config.text_field]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{where}: field {config.text_field!r} is {type(text).__name__}; required: a text. Mend the row, "
+            "or set data.text_field."
         )
     if not text.isascii():  # JSON may spell half a surrogate pair, which no tokenizer takes
         text = text.encode("utf-8", "replace").decode()
-    identity = record.get("id")
-    return Document(default_id if identity is None else str(identity), text)
+    return Document(name, text)
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -298,19 +350,26 @@ def _read_text(file: File) -> Iterator[Document]:
         yield Document(file.id, content.decode("utf-8", "replace"))
 
 
-def _read_jsonl(file: File, field: str) -> Iterator[Document]:
+def _read_jsonl(file: File, config: DataConfig) -> Iterator[Document]:
     """Yields one document per line."""
     opener = gzip.open if file.path.suffix == ".gz" else open
-    with reading(file.path), opener(file.path, "rt", encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), ""), 1):
+    with reading(file.path), opener(file.path, "rb") as lines:
+        begin = 0
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), 1):
+            where, before = f"{file.path} line {number}", begin
+            begin += len(line)
+            if len(line) == _MAX_LINE:
+                raise ConfigError(f"{where}: longer than {_MAX_LINE:,} bytes; give one object per line.")
             if not line.strip():
                 continue
-            where = f"{file.path} line {number}"
             try:
-                record = parse_json(line, object)
+                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"), dict)
+            except UnicodeDecodeError as error:
+                place = f"byte {before + error.start} of the file"
+                raise ConfigError(f"{where}: not UTF-8 at {place}; write the file again as UTF-8.") from error
             except Malformed as error:
                 raise ConfigError(f"{where}: {error}; give one object per line.") from error
-            yield record_document(record, field, where=where, default_id=f"{file.id}#{number}")
+            yield record_document(record, config, where=where, default_id=f"{file.id}#{number}")
 
 
 # --- The running Python ---------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import glob
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,9 @@ class TokenStore:
     num_bytes: np.ndarray | None  # [documents], UTF-8 bytes of the text; None if unknown
     max_id: int | None  # None: not scanned (too large); readers check what they read
     fingerprint: str
-    special_tokens: Mapping[str, int] = field(default_factory=dict)  # that texts spell, and how often
+    weights: tuple[
+        TokenFile, ...
+    ] = ()  # of each file's tokens: 1 = learned; (): all are, documents are texts
 
 
 def group_of(ids: Iterable[str]) -> np.ndarray:

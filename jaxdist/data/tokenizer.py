@@ -17,9 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.data import tokenizer_config
 from jaxdist.data.sources import SpecialTokens, expanded
 from jaxdist.data.tokenizer_config import TokenizerConfig
 
+Spans = Sequence[tuple[int, int]]  # ranges of characters
 TOKENIZER_FILE = "tokenizer.json"
 BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
 
@@ -42,6 +44,9 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, of any integer type; may use all cores."""
 
+    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each text its ids, and which of them are, also in part, in its ranges, bool."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
 
@@ -52,17 +57,30 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_document: int | None = None
     begin_of_document: int | None = None
-    end_ids: tuple[int, ...] = ()
     special_tokens: Mapping[int, str] = MappingProxyType({})
-    config = TokenizerConfig()
     fingerprint = "bytes"
     content: str | None = None
+
+    def __init__(self, config: TokenizerConfig = TokenizerConfig()):  # noqa: B008 (frozen)
+        self.config = config
+        self.end_ids = tuple(sorted(i for i in config.end_ids if 0 <= i < self.vocab_size))
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0].astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+
+    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = []
+        for text, spans in texts:
+            ids = self.encode(text)
+            inside = np.zeros(len(ids), bool)
+            for span in spans:
+                first, last = (len(text[:place].encode("utf-8", "replace")) for place in span)
+                inside[first:last] = True
+            encoded.append((ids, inside))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in map(int, ids))
@@ -90,7 +108,7 @@ def load_tokenizer(
       ImportError: naming the extra, where `tokenizers` is not installed.
     """
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(tokenizer_config.read(folder)) if folder else ByteTokenizer()
     size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
     if saved and saved.is_file():
         return extras.load(BPE, extra="text").load(saved, cache, special_tokens)

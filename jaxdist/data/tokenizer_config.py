@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say: which tokens end a text.
+"""What the files beside a tokenizer.json say: which tokens end a text, and how a chat becomes one.
 
 Hugging Face folders spread it over several files. A run keeps what it read in one of them, the
 tokenizer_config.json of its workdir, which then is all that is needed.
@@ -6,25 +6,29 @@ tokenizer_config.json of its workdir, which then is all that is needed.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.storage import atomic
-from jaxdist.storage.untrusted import Malformed, of_kind, read_json
+from jaxdist.storage.untrusted import Malformed, of_kind, read_bytes, read_json
 
 FILE = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 HUGGINGFACE = "huggingface"  # folder in a workdir: what is copied of the folder that its weights came from
-# The first that spells a special token wins, as in transformers; end ids are those of all.
-_FILES = (FILE, "special_tokens_map.json", "generation_config.json", "config.json")
+# The first that spells a special token or has a template wins, as in transformers; end ids are those of all.
+_FILES = (FILE, "special_tokens_map.json", "chat_template.json", "generation_config.json", "config.json")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     """What to know of a tokenizer beside its tokenizer.json."""
 
-    end_tokens: tuple[int | str, ...] = ()  # ids, and the spelling of one: any of them ends a text
+    end_ids: tuple[int, ...] = ()  # any of them ends a text
+    special: Mapping[str, str] = field(default_factory=dict)  # how bos_token, eos_token, ... are spelt
+    chat_template: str = ""  # a jinja program; "": it has none
 
 
 def read(folder: Path) -> TokenizerConfig:
@@ -33,31 +37,54 @@ def read(folder: Path) -> TokenizerConfig:
     Raises:
       ConfigError: a file is malformed.
     """
-    ids: dict[int, None] = {}
-    names: list[str] = []
+    config = TokenizerConfig()
     for place in (folder, folder / HUGGINGFACE):
+        config = _joined(config, _read(place / TEMPLATE, lambda file: {"chat_template": _text(file)}))
         for name in _FILES:
-            try:
-                fields = read_json(place / name, dict)
-                ids |= dict.fromkeys(_end_ids(fields))
-                names += [_spelling(fields["eos_token"], "eos_token")] if fields.get("eos_token") else []
-            except FileNotFoundError:
-                continue
-            except Malformed as error:
-                raise ConfigError(f"{place / name}: {error}; copy it again, or remove it") from error
-    return TokenizerConfig((*ids, *names[:1]))
+            config = _joined(config, _read(place / name, lambda file: read_json(file, dict)))
+    return config
 
 
 def write(folder: Path, config: TokenizerConfig) -> None:
-    """Writes what `read` has read into a workdir."""
-    ids = [end for end in config.end_tokens if isinstance(end, int)]
-    names = [end for end in config.end_tokens if isinstance(end, str)]
-    fields: dict[str, Any] = ({"eos_token_id": ids} if ids else {}) | (
-        {"eos_token": names[0]} if names else {}
+    """Writes into a workdir what `read` has read, where there is anything."""
+    fields: dict[str, Any] = {"eos_token_id": list(config.end_ids)} if config.end_ids else {}
+    fields |= config.special
+    for name, text in ((TEMPLATE, config.chat_template), (FILE, json.dumps(fields, indent=1) + "\n")):
+        if text if name == TEMPLATE else fields:
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(folder / name, text)
+
+
+def has_template(folder: Path | None) -> bool:
+    """Returns whether a workdir has kept a chat template."""
+    return folder is not None and (folder / TEMPLATE).is_file()
+
+
+def _read(file: Path, reader: Any) -> TokenizerConfig:
+    """Returns what one file says; nothing where there is none."""
+    try:
+        fields: Mapping[str, Any] = reader(file)
+        spelt = {name: _spelling(fields[name], name) for name in _SPECIAL if fields.get(name)}
+        ids = tuple(dict.fromkeys(_end_ids(fields)))
+        return TokenizerConfig(ids, spelt, _template(fields.get("chat_template")))
+    except FileNotFoundError:
+        return TokenizerConfig()
+    except Malformed as error:
+        raise ConfigError(f"{file}: {error}; copy it again, or remove it") from error
+
+
+def _joined(first: TokenizerConfig, second: TokenizerConfig) -> TokenizerConfig:
+    ids = tuple(dict.fromkeys((*first.end_ids, *second.end_ids)))
+    return TokenizerConfig(
+        ids, {**second.special, **first.special}, first.chat_template or second.chat_template
     )
-    if fields:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(folder / FILE, json.dumps(fields, indent=1) + "\n")
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bytes(file).decode()
+    except UnicodeDecodeError as error:
+        raise Malformed(f"not UTF-8 at byte {error.start}") from error
 
 
 def _end_ids(fields: Mapping[str, Any]) -> Iterator[int]:
@@ -72,3 +99,11 @@ def _end_ids(fields: Mapping[str, Any]) -> Iterator[int]:
 def _spelling(token: Any, name: str) -> str:
     """Returns how a token is spelt: a text, or the `content` of a dict."""
     return of_kind(token.get("content") if isinstance(token, dict) else token, str, name)
+
+
+def _template(value: Any) -> str:
+    """Returns a chat template; of several the one called `default`. Raises Malformed."""
+    if isinstance(value, list):
+        named = {of_kind(entry, dict, "a chat template").get("name"): entry for entry in value}
+        value = named["default"].get("template") if "default" in named else None
+    return of_kind("" if value is None else value, str, "chat_template")

@@ -23,7 +23,9 @@ from jax.sharding import Mesh
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, is_text
 from jaxdist.data import Tokenizer, load_tokenizer
+from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
 from jaxdist.data.loader import DeviceBatch, Loader
+from jaxdist.data.tokenizer_config import has_template
 from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
@@ -207,15 +209,54 @@ class TrainedRun:
         Raises:
           ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
         """
-        if num_samples < 1:
-            raise ConfigError(f"num_samples={num_samples}: must be >= 1")
-        rows = [ids for ids in map(self._encode, prompts) for _ in range(num_samples)]
-        answers = self._continued(rows, range(len(rows)), sampling, max_tokens=max_tokens, seed=seed)
-        samples = [
-            Sample(self._whole(prompts[number // num_samples], rows[number], answer.tokens), *answer)
-            for number, answer in enumerate(answers)
-        ]
-        return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
+        rows = [self._encode(prompt) for prompt in prompts]
+
+        def text_of(number: int, new: np.ndarray) -> str:
+            return self._whole(prompts[number], rows[number], new)
+
+        options = {"sampling": sampling, "max_tokens": max_tokens, "seed": seed}
+        return self._samples(rows, text_of, num_samples, **options)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+        num_samples: int = 1,
+    ) -> list[list[Sample]]:
+        """Returns `num_samples` answers of the assistant to each conversation, a list of messages.
+
+        A sample's text is the answer alone. See `generate` for the rest.
+
+        Raises:
+          ConfigError: as `generate`; the tokenizer has no chat template, or it refuses the messages.
+          ImportError: naming the extra that templates need.
+        """
+        rows = [self._chats.prompt(messages) for messages in conversations]
+        sampling = sampling or SamplingConfig()
+        if not sampling.end_tokens:
+            sampling = dataclasses.replace(sampling, end_tokens=self._chats.end_ids)
+        options = {"sampling": sampling, "max_tokens": max_tokens, "seed": seed}
+        return self._samples(
+            rows, lambda number, new: self._answer(rows[number], new), num_samples, **options
+        )
+
+    def _samples(
+        self, rows: list[np.ndarray], text_of: Callable[[int, np.ndarray], str], count: int, **options: Any
+    ) -> list[list[Sample]]:
+        """Returns `count` continuations of each row; `text_of` makes texts of row number and new tokens."""
+        if count < 1:
+            raise ConfigError(f"num_samples={count}: must be >= 1")
+        numbers = range(count * len(rows))
+        answers = self._continued([rows[i // count] for i in numbers], numbers, **options)
+        samples = [Sample(text_of(i // count, answers[i].tokens), *answers[i]) for i in numbers]
+        return [samples[i : i + count] for i in numbers[::count]]
+
+    @functools.cached_property
+    def _chats(self) -> ChatEncoder:
+        return open_encoder(self.config.data, self.tokenizer, kept=has_template(self.folder))
 
     def _check_decodes(self) -> None:
         if not hasattr(self.config.model_class, "decode"):

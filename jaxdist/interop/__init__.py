@@ -7,10 +7,17 @@ config.json <-> the transformer's values, by `hf_reader` and `hf_writer` tensors
 from jaxdist.interop.families import FAMILIES
 from jaxdist.interop.hf_config import TRAINING, canonical_values, derive, different, fields_of, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
-from jaxdist.interop.hf_writer import KEPT, CheckpointWeights, copy_own_tokenizer, copy_small_files, export
+from jaxdist.interop.hf_writer import (
+    KEPT,
+    CheckpointWeights,
+    copy_own_tokenizer,
+    copy_small_files,
+    export,
+    write_chat_files,
+)
 
 __all__ = [
     "FAMILIES", "KEPT", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
     "copy_small_files", "derive", "different", "export", "fields_of", "open_weights", "read_config",
-    "canonical_values",
+    "canonical_values", "write_chat_files",
 ]  # fmt: skip

@@ -29,8 +29,9 @@ from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 KEPT = tokenizer_config.HUGGINGFACE
+_GENERATION = "generation_config.json"
 _SMALL_FILES = (
-    hf_config.CONFIG, "generation_config.json",
+    hf_config.CONFIG, _GENERATION,
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
@@ -174,6 +175,16 @@ def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
     fields = {"eos_token": end["content"]} if end else {}
     _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | fields)
     return {"eos_token_id": end["id"]} if end else {}
+
+
+def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> None:
+    """Writes a run's chat template and the ids that end its texts where transformers looks for them."""
+    if config.chat_template:
+        (target / tokenizer_config.TEMPLATE).write_text(config.chat_template, encoding="utf-8")
+    if config.end_ids:
+        file = target / _GENERATION
+        fields = read_json(file, dict) if file.is_file() else {}
+        _write_json(file, fields | {"eos_token_id": sorted(config.end_ids)})
 
 
 def _special_tokens(file: Path) -> list[dict[str, Any]]:

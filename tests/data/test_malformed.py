@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, SourceError, open_dataset
 from jaxdist.data.sources import Corpus, Document
-from jaxdist.data.token_cache import open_tokens
+from jaxdist.data.token_cache import TextEncoder, open_tokens
 from jaxdist.data.token_files import BLOCK_TOKENS, open_megatron
 
 LENGTH_S = 16
@@ -185,7 +185,7 @@ class Liar:
 def test_an_id_outside_the_vocabulary_never_wraps(tmp_path):
     corpus = Corpus("text x", "stamp", "", lambda: iter([Document("a", "x")]))
     with pytest.raises(ConfigError, match="makes id 259, outside .* 0 to 199 .fingerprint liar"):
-        open_tokens(corpus, Liar(), tmp_path, print)
+        open_tokens(corpus, TextEncoder(Liar()), tmp_path, print)
 
 
 # --- The token cache -----------------------------------------------------------------------------

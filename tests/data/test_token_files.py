@@ -179,7 +179,7 @@ def test_parquet_equals_jsonl(tmp_path):
         for kind in ("parquet", "jsonl")
     )
     assert one.fingerprint == two.fingerprint
-    with pytest.raises(ConfigError, match="no column 'text' .has: body, id"):
+    with pytest.raises(ConfigError, match="no text in field 'text' .has: body, id"):
         opened(tmp_path, source="parquet", path=str(tmp_path / "a.parquet"))
     (tmp_path / "b.parquet").write_text("nothing")
     with pytest.raises(ConfigError, match="not a parquet file"):
@@ -199,7 +199,7 @@ def test_huggingface_folder_equals_jsonl(tmp_path):
         for path in paths[source]
     )
     assert one.fingerprint == two.fingerprint == three.fingerprint
-    with pytest.raises(ConfigError, match="no column 'text'"):
+    with pytest.raises(ConfigError, match="no text in field 'text'"):
         opened(tmp_path, source="huggingface", path=str(tmp_path / "hf"))
     with pytest.raises(ConfigError, match="cannot load it"):
         opened(tmp_path, source="huggingface", path=f"{name}::nosplit")

@@ -1,0 +1,144 @@
+"""Chat templates (package `jinja2`), rendered as transformers renders them; load it with `extras.load`.
+
+A template is a program of a model's author: it runs in jinja2's sandbox, where it cannot reach files,
+modules or attributes of Python's own. Loops and long texts it can make, so it is tried out first, like a
+tokenizer.json; `python -m jaxdist.data.chat_template` is that process.
+"""
+
+import datetime
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxdist.config import ConfigError
+from jaxdist.data import trial
+from jaxdist.data.sources import one_line
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """A template and the special tokens that it may name (`bos_token`, ...)."""
+
+    def __init__(self, source: str, special: Mapping[str, str]):
+        """Raises ConfigError where `source` is no template."""
+        self.source, self._special = source, dict(special)
+        self.marks_answers = bool(_MARKED.search(source))
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            line = getattr(error, "lineno", None)
+            raise ConfigError(f"line {line}: {one_line(error)}" if line else one_line(error)) from error
+
+    def render(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[Span]]:
+        """Returns the text of a conversation, and which characters the template marks as generated.
+
+        Args:
+          options: what else the template may read: `add_generation_prompt`, `tools`.
+
+        Raises:
+          ConfigError: the template fails on these messages, or refuses them.
+        """
+        variables = (
+            {"tools": None, "documents": None, "add_generation_prompt": False} | self._special | options
+        )
+        tracker = self._environment.extensions[_Generation.identifier]
+        tracker.blocks, tracker.spans = [], []
+        try:
+            for block in self._template.generate(messages=list(messages), **variables):
+                tracker.blocks.append(block)
+        except Exception as error:  # whatever an author's program raises: undefined names, wrong types
+            raise ConfigError(f"its chat template fails: {one_line(error)}") from error
+        return "".join(tracker.blocks), tracker.spans
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what is between is the model's own text."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.blocks: list[str] = []  # of the text so far
+        self.spans: list[Span] = []
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Returns a call of `_mark` on what the two tags enclose."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        text, start = caller(), sum(map(len, self.blocks))
+        self.spans.append((start, start + len(text)))
+        return text
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns the environment that templates are written for: that of transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Returns JSON as it is: jinja2's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+# --- The trial ------------------------------------------------------------------------------------
+
+
+def load(source: str, special: Mapping[str, str], *, where: str, cache: Path | None = None) -> ChatTemplate:
+    """Returns a template, after a trial.
+
+    Args:
+      where: what names it in errors: "data.chat_template=chat.jinja".
+      cache: folder that remembers templates that passed; None: it is tried out in any case.
+
+    Raises:
+      ConfigError: it is no template, or takes too long or too much memory on a short conversation.
+    """
+    try:
+        trial.once("chat-template", f"{jinja2.__version__}", __name__, source.encode(), cache)
+        return ChatTemplate(source, special)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _try_out(content: bytes) -> None:
+    """Renders a short conversation; what a template refuses is no fault of its own."""
+    template = ChatTemplate(content.decode(), dict.fromkeys(("bos_token", "eos_token"), "<>"))
+    turns = [{"role": role, "content": "text " * 40} for role in ("user", "assistant") * 2]
+    for messages in (turns, turns[:1], [{"role": "system", "content": "text"}, *turns]):
+        try:
+            template.render(messages, add_generation_prompt=True)
+        except ConfigError:
+            continue
+
+
+if __name__ == "__main__":
+    trial.child(_try_out, sys.stdin.buffer.read())

@@ -1,0 +1,73 @@
+"""Files that are programs (tokenizers, chat templates), tried out in a process with limits before use."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxdist.config import ConfigError
+from jaxdist.data.sources import one_line
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest, digest_bytes
+
+_SECONDS = 4  # of processor time to try a file out, and as much per 10 MB; Gemma's tokenizer has 33 MB
+_BYTES = 1 << 30  # of memory
+_TIMEOUT_S = 300  # by the clock, on a machine that does other things too
+
+
+def once(kind: str, version: str, module: str, content: bytes, cache: Path | None) -> None:
+    """Runs the trial of a file's content, `python -m module`, unless it has passed one before.
+
+    Args:
+      kind: names the file in `cache` that remembers it.
+      version: of the package that reads such files.
+      cache: folder that remembers what passed; None: it is tried out in any case.
+
+    Raises:
+      ConfigError: the trial failed, or took too long.
+    """
+    passed = cache and cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    if passed and passed.is_file():
+        return
+    _run(module, content)
+    with contextlib.suppress(OSError):  # then it is tried out again
+        if passed:
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(passed, "")
+
+
+def _run(module: str, content: bytes) -> None:
+    variables = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8:replace"}
+    command = [sys.executable, "-P", "-m", module]
+    try:
+        done = subprocess.run(
+            command, input=content, capture_output=True, env=os.environ | variables, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"it could not be tried out ({one_line(error)})") from error
+    if not done.returncode:
+        return
+    said = one_line(done.stdout.decode("utf-8", "replace"))
+    if done.returncode == -signal.SIGXCPU:
+        said = f"it takes more than {_SECONDS} s for short texts: a pattern or a loop without end"
+    elif not done.stdout.strip():  # ended by the package
+        said = f"trying it out ended with status {done.returncode}: it needs too much memory, or is damaged"
+    raise ConfigError(f"{said}; use another one")
+
+
+def child(try_out: Callable[[bytes], None], content: bytes) -> None:
+    """Runs `try_out` on a file's content within limits; prints why it fails, and ends the process."""
+    limit_s = _SECONDS + _SECONDS * len(content) // 10_000_000
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
+    resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
+    try:
+        try_out(content)
+    except ConfigError as error:
+        print(error)
+        raise SystemExit(1) from None

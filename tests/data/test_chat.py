@@ -1,0 +1,290 @@
+"""Chats as tokens: rendered by templates, what of them is learned, packed, cut off, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jinja2", reason="extra `chat` is not installed")
+pytest.importorskip("tokenizers", reason="extra `chat` is not installed")
+
+from jaxdist.config import ConfigError  # noqa: E402
+from jaxdist.data import DataConfig, chat, chat_template, load_tokenizer, open_dataset  # noqa: E402
+from jaxdist.data.sources import Document  # noqa: E402
+from support.chats import (  # noqa: E402
+    HEADERS,
+    MARKED,
+    PLAIN,
+    TEMPLATES,
+    conversations,
+    rows,
+    turn,
+    write_rows,
+    write_tokenizer,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried_fixture(tmp_path_factory):
+    """Keeps what was tried out for all tests: each trial is a process."""
+    global CACHE
+    CACHE = tmp_path_factory.mktemp("cache")
+
+
+def encoder_of(folder, template="", **options):
+    write_tokenizer(folder, template, **options)
+    config = DataConfig(format="chat", cache_dir=str(CACHE))
+    return chat.open_encoder(config, load_tokenizer(str(folder), cache=CACHE))
+
+
+def encoded(encoder, some):
+    """Returns ids, weights and counts of rows."""
+    return encoder.encode([Document(str(n), json.dumps(row)) for n, row in enumerate(some)])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_assistants_turns_and_their_ends_are_learned(name, tmp_path):
+    encoder = encoder_of(tmp_path / "model", TEMPLATES[name])
+    tokenizer = encoder.tokenizer
+    ids, weights, counts = encoded(encoder, rows("messages"))
+    assert not counts
+    end = "<|eot_id|>" if name == "headers" else "<|im_end|>\n"
+    for messages, tokens, learned in zip(conversations(), ids, weights, strict=True):
+        text = encoder.template.render(messages)[0]
+        assert tokens.tolist() == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        kept = tokenizer._tokenizer.decode(tokens[learned == 1].tolist(), skip_special_tokens=False)
+        answers = (m["content"] for m in messages if m["role"] == "assistant")
+        assert kept == "".join((x.strip() if name == "headers" else x) + end for x in answers)
+    stop = tokenizer._tokenizer.token_to_id(end.strip())
+    assert stop in encoder.end_ids and stop not in tokenizer.end_ids
+
+
+def test_marks_and_prefixes_say_the_same(tmp_path):
+    marked, plain = (
+        encoder_of(tmp_path / name, text) for name, text in (("marked", MARKED), ("plain", PLAIN))
+    )
+    assert marked.template.marks_answers and not plain.template.marks_answers
+    for some in ("messages", "prompt-completion"):
+        one, two = (encoded(encoder, rows(some)) for encoder in (marked, plain))
+        for a, b in zip((*one[0], *one[1]), (*two[0], *two[1]), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert marked.fingerprint != plain.fingerprint
+
+
+KEPT = "(m.content if loop.last or m.role == 'user' else m.content[:3])"
+FORGETFUL = PLAIN.replace("m.content", KEPT)
+
+
+def test_a_template_that_rewrites_history_teaches_the_last_turn_alone(tmp_path):
+    encoder = encoder_of(tmp_path / "model", FORGETFUL)
+    _, weights, counts = encoded(encoder, rows("messages"))
+    assert counts["last"] == sum(sum(m["role"] == "assistant" for m in c) > 1 for c in conversations()) > 0
+    assert "8 rows: the chat template rewrites earlier turns" in encoder.notes(counts)[0]
+    _, prompted, _ = encoded(encoder, rows("prompt-completion"))
+    for a, b in zip(weights, prompted, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.any()
+    (_, (silent,), counts) = encoded(encoder, [{"messages": conversations()[2][:-1]}])
+    assert not silent.any() and counts["last"] == 1
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_prompt_and_its_completion_as_texts_need_no_template(begins, tmp_path):
+    encoder = encoder_of(tmp_path / "model", begins=begins)
+    (ids, again), (learned, _), counts = encoded(
+        encoder, [{"prompt": "what is", "completion": x} for x in (" a list", " a list<|end_of_text|>")]
+    )
+    plain = encoder.tokenizer.encode("what is a list<|end_of_text|>").tolist()
+    assert ids.tolist() == again.tolist() == [encoder.tokenizer.begin_of_document] * begins + plain
+    assert learned.sum() == len(ids) - len(encoder.tokenizer.encode("what is")) - begins
+    assert not counts
+    _, (learned,), counts = encoded(encoder, [{"prompt": "what is in pyth", "completion": "on"}])
+    assert counts["mismatch"] == 1 and learned.any()
+    with pytest.raises(ConfigError, match="0: messages need a chat template.*set data.chat_template=FILE"):
+        encoded(encoder, rows("messages", 1))
+
+
+def test_templates_see_what_transformers_gives_them():
+    source = (
+        "{% for m in messages %}\n"
+        "    {% if m.role == 'tool' %}{% continue %}{% endif %}\n"
+        "{{ m.content }}{{ eos_token }}{{ m.more | tojson }}\n"
+        "{% endfor %}\n"
+        "{{ strftime_now('%Y')[:2] }}{{ tools }}{{ documents is none }}"
+        "{% if messages | length > 3 %}{{ raise_exception('too long: <3') }}{% endif %}"
+    )
+    template = chat_template.ChatTemplate(source, {"eos_token": "</s>"})
+    messages = [{**turn("user", "é"), "more": {"b": "<é>", "a": 1}}, turn("tool", "no")]
+    text, spans = template.render(messages)
+    assert text == 'é</s>{"b": "<é>", "a": 1}\n20NoneTrue' and spans == []
+    with pytest.raises(ConfigError, match="its chat template fails: too long: <3"):
+        template.render(messages * 2)
+    assert chat_template.ChatTemplate("{{ undefined_name }}x", {}).render([])[0] == "x"
+    with pytest.raises(ConfigError, match="its chat template fails: .*bos_token"):
+        chat_template.ChatTemplate("{{ bos_token + 'x' }}", {}).render([])
+
+
+# --- As a data set --------------------------------------------------------------------------------
+
+
+def options_of(tmp_path, template=PLAIN, some="messages", **changes):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        write_tokenizer(folder, template)
+    path = tmp_path / "rows.jsonl"
+    if not path.exists():
+        write_rows(path, rows(some, 40))
+    own = {"source": "jsonl", "path": str(path), "format": "chat", "packing": "documents"}
+    own |= {"tokenizer": str(folder), "cache_dir": str(CACHE)}
+    return DataConfig(**(own | changes))
+
+
+def test_batches_keep_examples_apart_and_count_what_is_cut_off(tmp_path):
+    length_S = 24
+    options = options_of(tmp_path, validation_share=128)
+    dataset = open_dataset(options, sequence_length=length_S, log=(lines := []).append)
+    encoder = chat.open_encoder(options, dataset.tokenizer)
+    ids, weights, _ = encoded(encoder, rows("messages", 40))
+    expected = {
+        tuple(x[: length_S + 1].tolist()): w[1 : length_S + 1] for x, w in zip(ids, weights, strict=True)
+    }
+    found, sums = set(), 0
+    for split, count in (("train", dataset.num_train_samples), ("validation", 50)):
+        batch = dataset.read(split, np.arange(count))
+        sums += (kept := int(batch["weights"].sum()))
+        assert kept == (dataset.num_train_tokens if split == "train" else dataset.num_validation_tokens)
+        for row in range(count):
+            for segment in range(1, batch["segment_ids"][row].max() + 1):
+                at = batch["segment_ids"][row] == segment
+                tokens = (*batch["tokens"][row][at].tolist(), int(batch["targets"][row][at][-1]))
+                found.add(tokens)
+                np.testing.assert_array_equal(batch["weights"][row][at], expected[tokens])
+                np.testing.assert_array_equal(batch["positions"][row][at], np.arange(at.sum()))
+    used = {tokens for tokens, learned in expected.items() if learned.any()}
+    assert found == used and 0 < len(used) < len(expected), "what is left out has no learned token"
+    assert sums == sum(int(w[1 : length_S + 1].sum()) for w in weights)
+    cut, lost = sum(len(x) > length_S + 1 for x in ids), sum(int(w[length_S + 1 :].sum()) for w in weights)
+    said = " ".join(line for line in lines if "examples" in line)
+    numbers = [[int(word.strip("(),")) for word in line.split() if word.strip("(),").isdigit()]
+               for line in lines if "examples," in line]  # fmt: skip
+    assert [sum(column) for column in zip(*numbers, strict=True)][3:] == [
+        cut, 2 * (length_S + 1), lost, len(ids) - sum(w[1 : length_S + 1].any() for w in weights)
+    ], said  # fmt: skip
+    again = open_dataset(options, sequence_length=length_S, log=(later := []).append)
+    assert again.fingerprint == dataset.fingerprint and not any("tokenised" in line for line in later)
+    assert [line for line in later if "examples" in line] == [line for line in lines if "examples" in line]
+    few = open_dataset(dataclasses.replace(options, validation_tokens=9), sequence_length=length_S, log=print)
+    assert 0 < few.num_validation_tokens <= 9 < dataset.num_validation_tokens
+    assert dataset.bytes_per_token is None
+
+
+def test_the_cache_knows_template_and_format(tmp_path):
+    options = options_of(tmp_path, cache_dir=str(tmp_path / "cache"))
+    one = open_dataset(options, sequence_length=64, log=print)
+    (tmp_path / "other.jinja").write_text(HEADERS)
+    other = dataclasses.replace(options, chat_template=str(tmp_path / "other.jinja"))
+    two = open_dataset(other, sequence_length=64, folder=tmp_path / "run", log=print)
+    assert one.fingerprint != two.fingerprint
+    assert len(list((tmp_path / "cache").glob("tokens-*/weights.bin"))) == 2
+    (tmp_path / "other.jinja").unlink()  # what the run has kept is enough
+    again = open_dataset(other, sequence_length=64, folder=tmp_path / "run", log=(lines := []).append)
+    assert again.fingerprint == two.fingerprint and not any("tokenised" in line for line in lines)
+    assert (tmp_path / "run" / "chat_template.jinja").read_text() == HEADERS
+    stop = two.tokenizer._tokenizer.token_to_id("<|eot_id|>")
+    assert stop in load_tokenizer("bpe:300", folder=tmp_path / "run").end_ids
+
+
+def test_bytes_can_chat(tmp_path):
+    source = "{% for m in messages %}\x02{{ m.role }}\n{{ m.content }}\x03{% endfor %}"
+    source += "{% if add_generation_prompt %}\x02assistant\n{% endif %}"
+    (tmp_path / "bytes.jinja").write_text(source)
+    options = options_of(tmp_path, tokenizer="bytes", chat_template=str(tmp_path / "bytes.jinja"))
+    dataset = open_dataset(options, sequence_length=300, folder=tmp_path / "run", log=print)
+    batch = dataset.train_batch(0, 4)
+    learned = bytes(batch["targets"][batch["weights"] > 0].astype(np.uint8)).decode()
+    answers = {m["content"] for chat in conversations(40) for m in chat if m["role"] == "assistant"}
+    assert len(parts := learned.split("\x03")) > 4 and set(parts[:-1]) <= answers and not parts[-1]
+    assert load_tokenizer("bytes", folder=tmp_path / "run").end_ids == (3,)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def refusal(options):
+    with pytest.raises(ConfigError) as raised:
+        open_dataset(options, sequence_length=32, log=print)
+    assert all("\n" not in fault for fault in raised.value.faults)
+    return raised.value.faults
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"packing": "window"}, "set data.packing=documents"),
+        ({"source": "stdlib", "path": ""}, "data.source=stdlib has no chats"),
+        ({"special_tokens": "text"}, "set data.special_tokens=tokens"),
+        ({"format": "text", "chat_template": "x"}, "set data.format=chat"),
+        ({"format": "text"}, "(has: messages). Set data.format=chat"),
+        ({"chat_template": "/nowhere.jinja"}, "data.chat_template=/nowhere.jinja: "),
+    ],
+)
+def test_options_that_contradict_are_refused(changes, words, tmp_path):
+    assert any(words in fault for fault in refusal(options_of(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize(
+    "row,words",
+    [
+        ('{"text": "x"}', "no 'messages', or 'prompt' and 'completion' (has: text)"),
+        ('{"prompt": "x"}', "no 'messages', or 'prompt' and 'completion' (has: prompt)"),
+        ('{"messages": []}', "'messages' is empty"),
+        ('{"messages": "x"}', "'messages' is str; required: list"),
+        ('{"messages": ["x"]}', "a message of 'messages' is str; required: dict"),
+        ('{"messages": [{"content": "x"}]}', "the 'role' of a message is NoneType"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "the 'content' of a message is int"),
+        ('{"prompt": "x", "completion": [{"role": "assistant"}]}', "'prompt' is str; required: list"),
+        ('{"messages": [{"role": "user"}], "tools": "["}', "not JSON"),
+        ('["messages"]', "it is list; required: dict"),
+        ('{"messages": \udcff}', "not UTF-8 at byte"),
+    ],
+)
+def test_a_row_that_is_no_chat_is_named(row, words, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(rows("messages")[0])
+    path.write_bytes(f"{good}\n{row}\n".encode("utf-8", "surrogateescape"))
+    (fault,) = refusal(options_of(tmp_path))
+    assert f"{path} line 2: " in fault and words in fault
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path):
+    strict = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}" + PLAIN
+    )
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [turn("assistant", "x")], "id": "odd"}])
+    (fault,) = refusal(options_of(tmp_path, strict))
+    assert fault == "odd: its chat template fails: begin with a user"
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source,words",
+    [("{% for %}", "line 1: "), pytest.param(ENDLESS, "takes more than 4 s", marks=pytest.mark.slow)],
+)
+def test_a_harmful_template_is_refused(source, words, tmp_path):
+    (fault,) = refusal(options_of(tmp_path, source))
+    assert fault.startswith("the tokenizer's chat template: ") and words in fault
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"])
+def test_a_template_reaches_nothing_outside_its_sandbox(source):
+    with pytest.raises(ConfigError, match="its chat template fails: "):
+        chat_template.ChatTemplate(source + "{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
+
+
+def test_nothing_learned_is_refused(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [turn("user", "x")], "id": n} for n in range(30)])
+    (fault,) = refusal(options_of(tmp_path))
+    assert "no example has a learned token among its first 33. Raise batch.sequence_length" in fault
