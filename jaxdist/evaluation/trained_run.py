@@ -256,7 +256,12 @@ class TrainedRun:
 
     @functools.cached_property
     def _chats(self) -> ChatEncoder:
-        return open_encoder(self.config.data, self.tokenizer, kept=has_template(self.folder))
+        encoder = open_encoder(self.config.data, self.tokenizer, kept=has_template(self.folder))
+        if encoder.template is None:
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has no chat template; put one there as chat_template.jinja"
+            )
+        return encoder
 
     def _check_decodes(self) -> None:
         if not hasattr(self.config.model_class, "decode"):

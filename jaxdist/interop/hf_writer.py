@@ -169,12 +169,14 @@ def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
     Raises:
       ConfigError: it cannot be read.
     """
-    special = _special_tokens(file)
+    special, named = _special_tokens(file), tokenizer_config.read(file.parent).special
     shutil.copyfile(file, target / file.name)
-    end = special[0] if len(special) == 1 else {}
-    fields = {"eos_token": end["content"]} if end else {}
-    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | fields)
-    return {"eos_token_id": end["id"]} if end else {}
+    fields: dict[str, str] = {"eos_token": special[0]["content"]} if len(special) == 1 else {}
+    fields |= named
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} | fields
+    _write_json(target / tokenizer_config.FILE, about)
+    ends = [token["id"] for token in special if token["content"] == fields.get("eos_token")]
+    return {"eos_token_id": ends[0]} if ends else {}
 
 
 def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> None:

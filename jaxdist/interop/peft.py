@@ -38,7 +38,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 _WRITTEN = {
-    "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none",
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none",
     "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
     "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None,
 }  # fmt: skip
@@ -83,6 +83,7 @@ def write(
         "base_model_name_or_path": base or None,
         "r": config.rank,
         "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
         "target_modules": sorted(ranks),
         "rank_pattern": wide,
         "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in wide.items()},

@@ -57,18 +57,23 @@ def biased(x: jax.Array, bias: nnx.Param) -> jax.Array:
     return (x.astype(jnp.float32) + expand_leading(bias[...], x)).astype(x.dtype)
 
 
-def dropout(x: jax.Array, rate: float, context: BlockInfo, site: int) -> jax.Array:
+def dropout(
+    x: jax.Array, rate: float, context: BlockInfo, site: int, dims: Names = ("residual",)
+) -> jax.Array:
     """Returns x with a share `rate` of its values dropped and the rest scaled up.
 
     The mask depends on (step key, layer, site, global sample index) alone, so the same values are
     dropped on any mesh, accumulation or pipeline.
+
+    Args:
+      dims: how the dims behind the first are laid out; those beyond are not split.
     """
     if rate == 0 or context.key is None:
         return x
     key = jax.random.fold_in(jax.random.fold_in(context.key, context.layer), site)
     keys = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(context.fields["sample"])
     keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
-    keep = shard(keep, "batch", "residual", *(None,) * (x.ndim - 2))
+    keep = shard(keep, "batch", *dims, *(None,) * (x.ndim - 1 - len(dims)))
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 

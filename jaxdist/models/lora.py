@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,8 +23,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, extras, trees
-from jaxdist.config.annotations import NonNegativeInt, PositiveFloat
+from jaxdist.config.annotations import NonNegativeInt, PositiveFloat, Share
+from jaxdist.models import layers
 from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
+from jaxdist.protocols.model import BlockInfo, is_staged
 from jaxdist.protocols.param_names import Names
 
 Base = Literal["none", "int8", "nf4"]
@@ -38,6 +41,7 @@ class LoraConfig:
     alpha: PositiveFloat = 16.0  # kernels act as W + alpha / rank x A B
     targets: tuple[str, ...] = (".*",)  # regexes of how paths of kernels end: query, mlp/.*
     base: Base = "none"  # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
+    dropout: Share = 0.0  # share of an adapter's inputs that are dropped while training
     from_peft: str = ""  # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
 
     def faults(self) -> Iterator[str]:
@@ -52,6 +56,8 @@ class LoraConfig:
         for name in ("base", "from_peft"):
             if getattr(self, name) not in ("none", "") and not self.rank:
                 yield f"lora.{name}={getattr(self, name)}: needs adapters to train; set lora.rank"
+        if self.dropout and not self.rank:
+            yield f"lora.dropout={self.dropout}: needs adapters to train; set lora.rank"
         if self.base != "none" and find_spec("qwix") is None:
             yield f'lora.base={self.base} needs qwix: pip install "jaxdist[lora]"'
 
@@ -59,9 +65,14 @@ class LoraConfig:
 class LoraKernel(nnx.Module):
     """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B."""
 
+    block_info: BlockInfo | None = None  # of the block that runs: `protocols.model.run_blocks` sets it
+
     def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
         self.contract = shape.contract
         self.scaling = config.alpha / config.rank
+        self.dropout, self.site = config.dropout, zlib.crc32(shape.path.encode()) >> 1
+        split = (name if name in ("heads", "d_ff") else None for name in shape.names[: shape.contract])
+        self.input_dims = ("sequence", *split)
         self.form = None
         names = [shape.names]
         if config.base != "none":
@@ -107,9 +118,11 @@ class LoraKernel(nnx.Module):
         return FrozenKernel(tuple(p[...] for p in parts), tuple(p.logical for p in parts), *restored)
 
     def apply_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns x W + alpha / rank x (x A) B for y = x W."""
+        """Returns x W + alpha / rank x (x A) B for y = x W; what A reads of x is dropped in part."""
         if not hasattr(self, "lora_a"):
             return y
+        if self.dropout and self.block_info:
+            x = layers.dropout(x, self.dropout, self.block_info, self.site, self.input_dims)
         (low,) = project(x, self.lora_a, contract=self.contract)
         return y + project_lightly(low * self.scaling, self.lora_b)
 
@@ -125,7 +138,13 @@ class LoraKernel(nnx.Module):
         return kernel + self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
 
     def __getitem__(self, index) -> jax.Array:
-        """Returns what a layer reads that does not multiply with `project`."""
+        """Returns what a layer reads that does not multiply with `project`.
+        Raises ConfigError with lora.dropout: there is no input to drop from."""
+        if self.dropout:
+            raise ConfigError(
+                "lora.dropout: a layer reads its whole kernel, instead of multiplying with "
+                "jaxdist.ops.matmul.project; set lora.dropout=0, or name other lora.targets"
+            )
         return self.merged()[index]
 
 
@@ -177,6 +196,12 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     }
     shapes = {path: shape_of(path, getattr(*owner)) for path, owner in owners.items()}
     chosen = _chosen(shapes, config)
+    outside = sorted(path for path in chosen if not (path.startswith("blocks/") and is_staged(model)))
+    if config.dropout and outside:
+        raise ConfigError(
+            f"lora.dropout: {outside[0]} is not in a stack of blocks, which drops the same on every layout; "
+            "set lora.dropout=0, or name other lora.targets"
+        )
     for _, leaf in nnx.iter_graph(model):
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(trainable=False)

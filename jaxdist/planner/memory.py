@@ -26,7 +26,7 @@ from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model import BlockInfo, as_block_output, shared_fields
+from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
@@ -277,8 +277,8 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype), batch)
 
     def block(parameters, x, fields):
-        key = jax.random.key(0) if run.model.get("dropout") else None
-        return as_block_output(nnx.merge(graph, parameters)(x, BlockInfo(key, jnp.int32(0), fields))).x
+        key = jax.random.key(0) if run.model.get("dropout") or run.lora.dropout else None
+        return apply_block(nnx.merge(graph, parameters), x, BlockInfo(key, jnp.int32(0), fields)).x
 
     def residuals(parameters, x, fields):
         kept = remat.rematerialised(block, policy)

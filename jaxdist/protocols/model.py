@@ -104,7 +104,7 @@ def run_blocks(
 
     def apply(parameters, x, info):
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
-        output = as_block_output(block(x, info))
+        output = apply_block(block, x, info)
         after = _own_state(nnx.state(block)) if before else {}
         if changed := [path for path, value in before.items() if after[path] is not value]:
             raise ConfigError(
@@ -121,6 +121,18 @@ def run_blocks(
 
     x, (aux, stats) = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+
+
+def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
+    """Returns what a block gives; its parts whose class has a `block_info` (adapters) see that meanwhile."""
+    parts = [part for _, part in nnx.iter_modules(block) if hasattr(type(part), "block_info")]
+    for part in parts:
+        vars(part)["block_info"] = info  # not by nnx, to which it would be state
+    try:
+        return as_block_output(block(x, info))
+    finally:
+        for part in parts:
+            del vars(part)["block_info"]
 
 
 def as_block_output(value: Any) -> BlockOutput:

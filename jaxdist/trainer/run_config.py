@@ -136,7 +136,10 @@ HARMLESS = (
 )
 
 # Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own fingerprint tells.
-_NEWER = ("data.special_tokens", "init.from_run", "init.optimizer")
+_NEWER = (
+    "data.special_tokens", "data.format", "data.chat_template",
+    "init.from_run", "init.optimizer", "lora.dropout",
+)  # fmt: skip
 
 
 def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:

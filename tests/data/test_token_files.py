@@ -157,9 +157,18 @@ def test_jsonl_plain_and_compressed_agree(tmp_path):
     assert plain.num_train_tokens < sum(len(record["body"]) for record in RECORDS)
 
 
-@pytest.mark.parametrize("line,words", [("{", "not JSON"), ('{"a": 1}', "has: a"), ("[1]", "has: list")])
+@pytest.mark.parametrize(
+    "line,words",
+    [
+        (b"{", "not JSON"),
+        (b'{"a": 1}', "has: a"),
+        (b"[1]", "it is list; required: dict"),
+        (b'{"text": 3}', "field 'text' is int; required: a text"),
+        (b'{"text": "fin\xe9"}', "not UTF-8 at byte 30 of the file; write the file again as UTF-8"),
+    ],
+)
 def test_jsonl_faults_name_the_line(tmp_path, line, words):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line)
     with pytest.raises(ConfigError, match="line 2") as caught:
         opened(tmp_path, source="jsonl", path=str(tmp_path))
     assert words in str(caught.value)

@@ -30,12 +30,13 @@ TWINS = {
         HEADERS,
         HEADERS.replace(
             "{{ m.content | trim }}<|eot_id|>",
-            "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>{% endgeneration %}"
+            "{% if m.role == 'assistant' %}"
+            "{% generation %}{{ m.content | trim }}<|eot_id|>{% endgeneration %}"
             "{% else %}{{ m.content | trim }}<|eot_id|>{% endif %}",
         ),
     ),
 }
-LENGTH_S = 64
+LENGTH_S = 128
 
 
 def theirs(folder, template, some, where, kind, max_length):
@@ -53,16 +54,13 @@ def theirs(folder, template, some, where, kind, max_length):
         bf16=False,
         dataset_num_proc=None,
     )
-    trainer = trl.SFTTrainer(
+    made = trl.SFTTrainer(
         model=transformers.LlamaForCausalLM(config),
         args=options,
         train_dataset=datasets.Dataset.from_list(some),
         processing_class=tokenizer,
     )
-    prepared = trainer.train_dataset
-    if options.shuffle_dataset if hasattr(options, "shuffle_dataset") else False:
-        raise AssertionError("the order of rows must be kept")
-    return [(row["input_ids"], row["labels"]) for row in prepared]
+    return [(row["input_ids"], row["labels"]) for row in made.train_dataset]
 
 
 def ours(folder, template, path, cache, max_length):
@@ -89,8 +87,11 @@ def ours(folder, template, path, cache, max_length):
     return examples
 
 
-@pytest.mark.parametrize("max_length", [1024, 60, 25])
-@pytest.mark.parametrize("kind", ["messages", "prompt-completion", "text"])
+# None, some and most of the rows are cut off, or left out.
+LONGEST = {"messages": (1024, 60, 40), "prompt-completion": (1024, 60, 45), "text": (1024, 30, 20)}
+
+
+@pytest.mark.parametrize("kind, max_length", [(kind, n) for kind, some in LONGEST.items() for n in some])
 @pytest.mark.parametrize("name", TWINS)
 def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
     template, twin = TWINS[name]
@@ -106,3 +107,80 @@ def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
     assert sorted(key) == sorted((tuple(ids), tuple(labels)) for ids, labels in found)
     learned = sum(label != -100 for _, labels in found for label in labels)
     assert 0 < learned < sum(len(labels) for _, labels in found)
+
+
+STEPS, RATE, SIZE = 20, 3e-3, 4
+
+
+def test_losses_are_those_of_transformers_and_peft(tmp_path):
+    """The same examples with the same masks and adapters; theirs one example at a time, ours packed."""
+    folder = write_tokenizer(tmp_path / "model", PLAIN)
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 308}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    base = make.build(transformers.LlamaConfig(**sizes, **heads))
+    base.save_pretrained(folder)
+    about = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True
+    )
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), about)
+    model.save_pretrained(tmp_path / "adapter")
+    path = write_rows(tmp_path / "rows.jsonl", rows("messages", 60))
+    config = run_config.default_config()
+    config.update_from_flattened_dict(
+        {
+            "init.from_huggingface": str(folder),
+            "lora.rank": 4,
+            "lora.alpha": 8.0,
+            "lora.from_peft": str(tmp_path / "adapter"),
+            "train.steps": STEPS,
+            "train.log_every": 1,
+            "batch.global_size": SIZE,
+            "batch.sequence_length": LENGTH_S,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "data.source": "jsonl",
+            "data.path": str(path),
+            "data.format": "chat",
+            "data.packing": "documents",
+            "data.cache_dir": str(tmp_path / "cache"),
+            "optimizer.schedule": "constant",
+            "optimizer.learning_rate": RATE,
+            "optimizer.warmup_steps": 0,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.clip_norm": 0.0,
+            "optimizer.b2": 0.95,
+            "checkpoint.save_at_end": False,
+        }
+    )
+    pretrained.apply_source(config)
+    run = run_config.from_config(config)
+    with jax.default_matmul_precision("highest"):
+        trainer.run(run, tmp_path / "run")
+    found = [row["loss"] for row in read_rows(tmp_path / "run").train]
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    dataset = open_dataset(run.data, sequence_length=LENGTH_S, seed=run.seed, log=lambda _: None)
+    expected, several = [], 0
+    for step in range(STEPS):
+        total, count = 0.0, 0.0
+        batch = dataset.train_batch(step, SIZE)
+        for row, segments in enumerate(batch["segment_ids"]):
+            several += segments.max() > 1
+            for segment in range(1, segments.max() + 1):
+                at = segments == segment
+                tokens, targets = (torch.tensor(batch[x][row][at]).long() for x in ("tokens", "targets"))
+                weights = torch.tensor(batch["weights"][row][at])
+                logits = model(tokens[None]).logits[0]
+                losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+                total, count = total + (losses * weights).sum(), count + weights.sum()
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert several, "some rows hold several examples"
+    assert len(found) == STEPS and expected[0] - expected[-1] > 0.1, "it learns"
+    print("largest relative difference", np.abs(np.divide(found, expected) - 1).max())
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

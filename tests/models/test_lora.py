@@ -174,6 +174,8 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
         ({"lora.targets": ("output",)}, "'output': output: rows of a table"),
         ({"lora.targets": ("attention_norm/scale",)}, "it is no matrix"),
         ({"lora.from_peft": "there"}, "lora.from_peft needs the model that it adapts"),
+        ({"lora.rank": 0, "lora.dropout": 0.1}, "lora.dropout=0.1: needs adapters"),
+        ({"lora.dropout": 1.0}, "lora.dropout: got 1.0, required float >= 0 and < 1"),
         ({"lora.base": "nf4", "model.d_model": 40}, "40 weights do not cut into tiles"),
     ],
 )
@@ -214,6 +216,29 @@ def test_layers_of_others_read_the_merged_kernel():
     assert set(shapes_of(describe(lambda r: lora.adapt(Foreign(r), LORA, r)).trainable)) == {
         f"{layer}/kernel/{factor}" for layer in ("inner", "outer") for factor in ("lora_a", "lora_b")
     }
+
+
+def test_dropout_drops_what_adapters_read_and_nothing_else():
+    model, config = replace(MODEL, num_layers=1), replace(LORA, dropout=0.5, targets=("query", "down"))
+    spec = describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), config))
+    fast = {"compiler_options": FAST_COMPILE}
+    trainable, model_state, frozen = jax.jit(spec.init_params, **fast)(jax.random.key(0))
+    batch = jax.tree.map(jnp.asarray, batch_of(model))
+    loss = jax.jit(lambda t, key: spec.assemble(t, model_state, frozen).loss(batch, key).sum, **fast)
+    keys = jax.random.split(jax.random.key(1), 2)
+    assert loss(trainable, keys[0]) == loss(trainable, keys[1]), "B is 0"
+    moved = jax.tree.map(lambda x: x + 0.2, trainable)
+    one, again, other = (float(loss(moved, keys[i])) for i in (0, 0, 1))
+    assert one == again and abs(one - other) > 1e-5 * one
+
+
+def test_dropout_is_refused_where_layouts_would_change_it():
+    config = replace(LORA, dropout=0.5)
+    with pytest.raises(ConfigError, match="inner/kernel is not in a stack of blocks"):
+        lora.adapt(Foreign(nnx.Rngs(0)), config, nnx.Rngs(7))
+    model = nnx.eval_shape(lambda: lora.adapt(build(nnx.Rngs(0)), config, nnx.Rngs(7)))
+    with pytest.raises(ConfigError, match="reads its whole kernel"):
+        model.blocks.attention.query[...]
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -262,7 +287,7 @@ def one_step(config, *where, **how):
 
 @pytest.fixture(scope="module", params=BASES)
 def reference(request):
-    config = replace(LORA, base=request.param)
+    config = replace(LORA, base=request.param, dropout=0.25 if request.param == "none" else 0.0)
     return config, *one_step(config)
 
 
@@ -388,7 +413,8 @@ def test_the_page_can_be_followed(text):
     ]
     assert [command[2] for command in commands] == ["jaxdist.train", "jaxdist.convert", "jaxdist.convert"]
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
-    run = cli.parse(train._parser(), [*arguments, f"--config.data.path={text}"])[1]
+    corpus = ["--config.data.source=text", f"--config.data.path={text}"]
+    run = cli.parse(train._parser(), [*arguments, *corpus])[1]
     assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4") and validation.validate(
         run, jax.devices()[:1]
     )
