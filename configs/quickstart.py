@@ -30,5 +30,4 @@ def get_config():
     optimizer.name, optimizer.learning_rate = "muon", 0.01
     optimizer.other_learning_rate_ratio = 0.3
     optimizer.schedule, optimizer.decay_fraction = "wsd", 0.6
-    optimizer.warmup_steps = 100
     return config

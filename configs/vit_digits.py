@@ -21,6 +21,6 @@ def get_config():
     config.model.dropout = 0.1
 
     optimizer = config.optimizer
-    optimizer.learning_rate, optimizer.warmup_steps = 2e-3, 50
+    optimizer.learning_rate = 2e-3
     optimizer.b2, optimizer.weight_decay = 0.99, 0.05
     return config

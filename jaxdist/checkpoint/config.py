@@ -20,6 +20,10 @@ class CheckpointConfig:
     timeout_s: PositiveInt = 600  # seconds that one save may take before it counts as failed
     folder: str = ""  # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
 
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Returns whether a rule asks for a save after this step; the clock's is not looked at."""
+        return (self.every_steps > 0 and step % self.every_steps == 0) or (last and self.save_at_end)
+
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the folder."""
         if "://" in self.folder and not self.folder.startswith("gs://"):

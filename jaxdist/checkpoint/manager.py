@@ -102,6 +102,7 @@ class CheckpointManager:
         """
         self.folder, self.config, self.mode = folders.as_path(folder), config, mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
+        self.milestones: frozenset[int] = frozenset()  # steps that are always due, and never expire
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
@@ -173,11 +174,10 @@ class CheckpointManager:
           last: whether training ends here (then `save_at_end` counts too).
           stopped: whether it ends before its time and goes on later: always due.
         """
-        self._now = now
+        self._now, minutes = now, self.config.every_minutes
         if self._last_save is None:
             self._last_save = now
-        every, minutes = self.config.every_steps, self.config.every_minutes
-        due = stopped or (every > 0 and step % every == 0) or (last and self.config.save_at_end)
+        due = stopped or step in self.milestones or self.config.is_due(step, last=last)
         if not due and minutes > 0 and (jax.process_count() == 1 or step % CLOCK_STEPS == 0):
             due = coordination.broadcast(now - self._last_save >= 60 * minutes)
         due = due and step != self._last_step
@@ -299,7 +299,7 @@ class CheckpointManager:
             folders.remove_leftovers(self.folder)
             return
         folders.end_save(self.folder, step)
-        good = [known for known in self.steps() if known not in self.bad_steps]
+        good = [n for n in self.steps() if n not in self.bad_steps and n not in self.milestones]
         keep_last, keep_every = self.config.keep_last, self.config.keep_every
         for old in folders.expired(good, newest=step, keep_last=keep_last, keep_every=keep_every):
             folders.remove_step(self.folder, old)

@@ -20,7 +20,8 @@ class OptimizerConfig:
     name: OptimizerName = "adamw"  # adamw, lion, adafactor, sgd or muon
     learning_rate: PositiveFloat = 3e-4  # peak, before batch scaling
     schedule: ScheduleName = "cosine"  # of the learning rate, after the warm-up
-    warmup_steps: NonNegativeInt = 100  # steps of linear warm-up, the last one at the peak
+    # steps of linear warm-up, the last one at the peak; none = a tenth of train.steps, at most 100
+    warmup_steps: NonNegativeInt | None = None
     decay_steps: PositiveInt | None = None  # step at which the decay ends; none = train.steps
     # wsd: last share of decay_steps, linear decay
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2
@@ -59,6 +60,6 @@ def warmup_faults(config: OptimizerConfig, train_steps: int) -> Iterator[str]:
     """Yields what is wrong where the warm-up is longer than the decay or the run."""
     end = train_steps if config.decay_steps is None else config.decay_steps
     name = "train.steps" if config.decay_steps is None else "optimizer.decay_steps"
-    if config.warmup_steps > end:
+    if config.warmup_steps is not None and config.warmup_steps > end:
         rule = f"must be <= {name} = {end}; lower it or raise {name}."
         yield f"optimizer.warmup_steps = {config.warmup_steps}: {rule}"

@@ -35,6 +35,9 @@ _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+# A row {"step": n, EXTENDED: m}: from n on the run has another schedule, to m; rows after n no longer count.
+EXTENDED = "schedule_extended_to"
+
 Row = dict[str, Any]
 
 
@@ -134,13 +137,19 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there is none.
 
     Lines that hold no JSON object with an integer `step` are skipped (a torn line) and counted. After a
-    resume steps repeat: the last row of a step wins, separately for training and evaluation rows.
+    resume steps repeat: the last row of a step wins, separately for training and evaluation rows. Rows
+    after a step that the run went back to for another schedule (`EXTENDED`) are left out.
     """
     train: dict[int, Row] = {}
     evaluation: dict[int, Row] = {}
     rows, unreadable = _read_lines(Path(path), METRICS_FILE, lambda row: _is_step(row.get("step")))
     for row in rows:
-        (evaluation if "eval_loss" in row else train)[row["step"]] = row
+        if EXTENDED in row:
+            train, evaluation = (
+                {n: x for n, x in kept.items() if n <= row["step"]} for kept in (train, evaluation)
+            )
+        else:
+            (evaluation if "eval_loss" in row else train)[row["step"]] = row
     parts = [train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)]
     return MetricRows(*parts, unreadable)
 

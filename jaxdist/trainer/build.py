@@ -45,15 +45,18 @@ def build_step(
     rules: Rules,
     *,
     optimizer: optax.GradientTransformation | None = None,
+    schedule_steps: schedules.ScheduleSteps | None = None,
     max_traces: int | None = None,
 ) -> TrainStep:
     """Returns the train step of a validated run on a mesh: the one that everything uses.
 
     Args:
       optimizer: instead of the config's.
+      schedule_steps: of a run that goes on; default: the config's.
       max_traces: times that `step` may be traced; a further one raises a RuntimeError.
     """
-    schedule = schedules.build_schedule(run.optimizer, run.train.steps, run.batch.global_size)
+    size = run.batch.global_size
+    schedule = schedules.build_schedule(run.optimizer, run.train.steps, size, schedule_steps)
     step = StepConfig(
         seed=run.seed,
         accumulation=run.batch.accumulation,

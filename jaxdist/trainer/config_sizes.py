@@ -31,7 +31,7 @@ _TINY: dict[str, Any] = {
     "precision.compute": "float32",
     "remat.policy": "dots",
     "optimizer.learning_rate": 1e-3,
-    "optimizer.warmup_steps": 20,
+    "optimizer.warmup_steps": None,
     "data.source": "stdlib",
     "model.vocab_size": 256,
     "model.num_layers": 4,

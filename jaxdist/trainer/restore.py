@@ -69,11 +69,15 @@ def init_or_restore(
     folder: Path,
     watch: Watchdog,
     inputs: UserInputs,
+    back_to: int | None = None,
 ) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
     The step compiles in one thread and the checkpoint library is imported in another, while the
     state is made or read here: a start takes the longest of the three, not their sum.
+
+    Args:
+      back_to: a step to go on from; what was saved after it goes to quarantine. None: the newest.
     """
     pool = ThreadPoolExecutor(3)
     try:
@@ -95,13 +99,7 @@ def init_or_restore(
         else:
             watch.at("restore")
             library.result()
-            try:
-                restored = store.restore(trained(built.views.abstract))
-            except LayoutError as error:
-                raise ConfigError(error.faults) from error
-            if workdir.CONFIG_KEY in restored.metadata:
-                workdir.check_stored_config(restored.metadata, config, store.folder)
-            workdir.check_data(restored.metadata, dataset)
+            restored = _restore(config, built, dataset, store, back_to)
             state = built.views.staged(restored.state)
             progress = progress_of(restored.metadata)
             windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
@@ -144,6 +142,22 @@ def trained(abstract: Any) -> checkpoints.Wanted:
         return abstract
 
     return wanted
+
+
+def _restore(
+    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointManager, back_to: int | None
+) -> Restored:
+    """Returns the checkpoint to go on from, which is of this run and its data."""
+    try:
+        restored = store.restore(trained(built.views.abstract), back_to)
+    except LayoutError as error:
+        raise ConfigError(error.faults) from error
+    if workdir.CONFIG_KEY in restored.metadata:
+        workdir.check_stored_config(restored.metadata, config, store.folder)
+    workdir.check_data(restored.metadata, dataset)
+    if back_to is not None:
+        _set_aside(store, back_to, f"the run went back to step {back_to}: train.steps was raised")
+    return restored
 
 
 def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
@@ -226,8 +240,13 @@ def roll_back(
     without = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
         # In this order: should we die in between, the next start does the same again.
-        for newer in folders.all_steps(store.folder):
-            if newer > before:
-                folders.quarantine(store.folder, newer, f"rolled back to step {before}: {fault}")
+        _set_aside(store, before, f"rolled back to step {before}: {fault}")
         workdir.write_json(folder / SKIPPED_FILE, {"windows": without.windows})
     return restored, without
+
+
+def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
+    """Moves the steps after one to quarantine: another way leads on from it."""
+    if jax.process_index() == 0:
+        for step in reversed([n for n in folders.all_steps(store.folder) if n > after]):
+            folders.quarantine(store.folder, step, reason)

@@ -115,7 +115,7 @@ class RunConfig:
 
 # --- what may change on resume --------------------------------------------------------------------
 
-HARMLESS = (
+HARMLESS = (  # patterns of keys whose change leaves the losses so far what they are
     "mesh.*",
     "remat.*",
     "pipeline.*",
@@ -124,6 +124,7 @@ HARMLESS = (
     "watchdog.*",
     "health.*",
     "batch.accumulation",
+    "train.steps",  # raising it extends the schedule, see `optim.schedules.extend`
     "train.log_every",
     "train.eval_every",
     "train.sample_*",
@@ -142,23 +143,21 @@ _NEWER = (
 )  # fmt: skip
 
 
-def harmless_on_resume(run: RunConfig) -> tuple[str, ...]:
-    """Returns the patterns of keys whose change leaves the losses what they are."""
-    return HARMLESS if schedules.depends_on_train_steps(run.optimizer) else (*HARMLESS, "train.steps")
-
-
 def run_fingerprint(run: RunConfig) -> str:
-    """Returns the hash of all that determines the losses."""
-    flat = schema.flatten(schema.to_config_dict(run))
-    return schema.fingerprint(flat, ignore=harmless_on_resume(run))
+    """Returns the hash of all that determines the losses, but for how long the run is."""
+    return schema.fingerprint(schema.flatten(schema.to_config_dict(run)), ignore=HARMLESS)
 
 
 def known_fingerprints(run: RunConfig) -> set[str]:
     """Returns `run_fingerprint`, and what it was when checkpoints did not hold the config itself."""
-    flat, harmless = schema.flatten(schema.to_config_dict(run)), harmless_on_resume(run)
-    counted = [path for path in harmless if path != "train.max_minutes"]  # it could hurry a schedule
+    flat = schema.flatten(schema.to_config_dict(run))
+    # A schedule could not be extended then, its warm-up was always set, and max_minutes could hurry it.
+    ends = "train.steps" if schedules.depends_on_train_steps(run.optimizer) else ""
+    before = flat | {"optimizer.warmup_steps": schedules.settle(run.optimizer, run.train.steps).warmup_steps}
+    harmless = [path for path in HARMLESS if path != ends]
+    counted = [path for path in harmless if path != "train.max_minutes"]
     ignored = (harmless, (*harmless, *_NEWER), (*counted, *_NEWER))
-    return {schema.fingerprint(flat, ignore=paths) for paths in ignored}
+    return {run_fingerprint(run), *(schema.fingerprint(before, ignore=paths) for paths in ignored)}
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------------------

@@ -13,6 +13,7 @@ from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
 from jaxdist.config import extras, schema
 from jaxdist.data import Dataset, SourceError
 from jaxdist.distributed import consistency, coordination
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience import elastic, preemption
@@ -23,9 +24,10 @@ from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
-from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, from_run, pipeline_report, restore, validation, workdir
+from jaxdist.trainer import build, extension, from_run, pipeline_report, restore, validation, workdir
+from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.hooks import Hook, StepView, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
@@ -90,22 +92,28 @@ def train(
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
         store = _open_workdir(config, requested, folder, spec, stack)
+        schedule = extension.settle_schedule(config, folder, store)
         dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
         consistency.agree(lambda: {"data": dataset.fingerprint})
         if config.train.eval_every:
             dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
         mesh = build_mesh(config.mesh, devices)
-        built = build.build_step(config, spec, mesh, rules, optimizer=inputs.optimizer, max_traces=MAX_TRACES)
-        _describe(config, spec, built, dataset, folder, store.run)
+        given = {"optimizer": inputs.optimizer, "schedule_steps": schedule.steps}
+        built = build.build_step(config, spec, mesh, rules, max_traces=MAX_TRACES, **given)
+        _describe(config, spec, built, dataset, folder, store.run, schedule)
         try:
-            start = restore.init_or_restore(config, built, dataset, store, folder, watch, inputs)
+            start = restore.init_or_restore(
+                config, built, dataset, store, folder, watch, inputs, schedule.back_to
+            )
         except CheckpointError as error:  # the run never begins, but its events say why
             with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
                 for step, reason in error.steps.items():
                     events.event("bad_checkpoint", step, reason=reason)
             raise
         state, progress, skipping = start
-        trainer = Trainer(config, folder, spec, built, skipping, store, progress, watch, hooks)
+        trainer = Trainer(
+            config, folder, spec, built, skipping, store, progress, watch, hooks, schedule.steps
+        )
         with contextlib.closing(trainer.writer), trainer.display:
             if title:
                 trainer.display.note(title)
@@ -145,17 +153,24 @@ def _open_workdir(
 
 
 def _describe(
-    config: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, folder: Path, identity: str | None
+    config: RunConfig,
+    spec: ModelSpec,
+    built: TrainStep,
+    dataset: Dataset,
+    folder: Path,
+    identity: str | None,
+    schedule: SettledSchedule,
 ) -> None:
     """Writes run.json and prints what the run will do."""
     rules, devices = built.rules, built.mesh.devices
     if _is_lead():
-        description = workdir.describe_run(config, spec, built, dataset) | {workdir.IDENTITY_KEY: identity}
+        description = workdir.describe_run(config, spec, built, dataset, schedule.steps)
+        description[workdir.IDENTITY_KEY] = identity
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
     counts = build.counts(config, spec)
     _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
     _log(build.batch_arithmetic(config, rules.shape))
-    for line in pipeline_report.lines(config, spec, rules):
+    for line in (*pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
         _log(line)
 
 
@@ -172,6 +187,7 @@ class Trainer:
     progress: Progress
     watch: Watchdog
     hooks: Sequence[Hook]
+    schedule: ScheduleSteps
     stopped: str = field(default="", init=False)  # why the run ended early
 
     def __post_init__(self) -> None:
@@ -189,6 +205,7 @@ class Trainer:
         throughput = workdir.throughput(self.config, self.spec, self.built.mesh)
         self.log = StepLog(self.config, self.progress, writer, display, throughput, self._samples)
         self.saver = Saver(self.store, self.built.views, writer, display, self._checkpoint_metadata)
+        self.store.milestones = extension.milestones(self.config, self.schedule)
         evaluation = every(train.eval_every, self._evaluate, at_end=True)
         self.hooks = [*self.hooks, evaluation]  # the saver comes after them: it saves what a hook requests
 
@@ -201,9 +218,12 @@ class Trainer:
         """
         train, progress = self.config.train, self.progress
         if progress.step >= train.steps or 0 < 60 * train.max_minutes <= progress.elapsed_s:
+            raised = f"train.max_minutes (now {train.max_minutes:g})"
+            if progress.step >= train.steps:
+                raised = f"train.steps, as in --config.train.steps={2 * progress.step}"
             self.display.note(
-                f"{self.folder} is finished at step {progress.step}. To go on, raise train.steps where the "
-                f"schedule allows it; to start anew, give another --workdir."
+                f"{self.folder} is finished at step {progress.step}. To go on, raise {raised}; "
+                f"to start anew, give another --workdir."
             )
             self._check_last_updates(state)
             return state
@@ -336,6 +356,7 @@ class Trainer:
     def _checkpoint_metadata(self, progress: Progress) -> dict[str, Any]:
         fingerprints = {"config": run_fingerprint(self.config), "data": self.dataset.fingerprint}
         skipped, stored = {restore.SKIPPED: self.dataset.windows}, workdir.stored_config(self.config)
+        stored[extension.SCHEDULE_KEY] = self.schedule.to_json()
         return {"progress": asdict(progress), "fingerprints": fingerprints, **stored, **skipped}
 
     def _samples(self, number: int) -> tuple[int, int]:
@@ -354,6 +375,9 @@ class Trainer:
             self.writer.event("resize", step, **resized)
         self.writer.event("start", step, devices=jax.device_count(), processes=jax.process_count())
         self.saver.report_bad_checkpoints()
+        for part in self.schedule.extensions:
+            if part.start == step:
+                self.writer.write(step, {EXTENDED: part.end})
         if step:
             self.writer.event("restore", step)
             self.display.note(f"resumed after step {step}")

@@ -22,6 +22,7 @@ from jaxdist.data import Dataset
 from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.optim.roles import role_of
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
@@ -29,14 +30,14 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
-from jaxdist.trainer import config_json
+from jaxdist.trainer import config_json, extension
 from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
-from jaxdist.trainer.run_config import RunConfig, harmless_on_resume, known_fingerprints, run_fingerprint
+from jaxdist.trainer.run_config import HARMLESS, RunConfig, known_fingerprints, run_fingerprint
 
-CONFIG, RUN, LOCK = "config.json", "run.json", ".lock"
+CONFIG, RUN, LOCK = "config.json", extension.RUN, ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
-CONFIG_KEY = "config"  # in a checkpoint's metadata: the run's whole config
+CONFIG_KEY = extension.CONFIG_KEY  # in a checkpoint's metadata: the run's whole config
 IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoints
 
 
@@ -176,10 +177,13 @@ def check_stored_config(metadata: Mapping[str, Any], run: RunConfig, place: Path
         old, new = config_json.renamed(config_json.tupled(stored)), schema.to_config_dict(run)
         if config_json.target_of(old) == (target := run.model["target"]):  # adds keys that are newer than it
             old = schema.to_config_dict(config_json.resolve(old, place, named=target, trust_code=None))
+        begun = extension.stored_steps(metadata, run)
         faults = [
             f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
             for change in schema.diff(old, new)
-            if not any(fnmatch(change.path, pattern) for pattern in harmless_on_resume(run))
+            if not any(fnmatch(change.path, pattern) for pattern in HARMLESS)
+            # Without one of its own, a config has the warm-up that the run began with.
+            and not (change.path == "optimizer.warmup_steps" and change.new in (None, begun.warmup_steps))
         ]
     elif (metadata.get("fingerprints") or {}).get("config") not in (None, *known_fingerprints(run)):
         faults = [
@@ -219,7 +223,9 @@ def read_config(folder: Path, *, named: str | None = None, trust_code: bool | No
 # --- run.json -------------------------------------------------------------------------------------
 
 
-def describe_run(run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset) -> dict[str, Any]:
+def describe_run(
+    run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, schedule: ScheduleSteps
+) -> dict[str, Any]:
     """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
     devices = built.mesh.devices
     return {
@@ -231,6 +237,7 @@ def describe_run(run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dat
         "num_processes": jax.process_count(),
         "mesh": dict(built.rules.shape.sizes),
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
+        extension.SCHEDULE_KEY: schedule.to_json(),
         "parameters": spec.parameter_count,
         "flops_per_token": model_flops(run, spec),
         "sharding": [

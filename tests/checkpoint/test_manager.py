@@ -180,6 +180,18 @@ def test_keep_last_and_keep_every_together(tmp_path):
     assert names(tmp_path) == ["4", "8", "9"]
 
 
+def test_a_milestone_is_due_and_kept(tmp_path):
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(every_steps=4, keep_last=1, asynchronous=False)
+    ) as store:
+        store.milestones = frozenset({3})
+        due = [step for step in range(1, 13) if store.should_save(step, 0.0)]
+        assert due == [3, 4, 8, 12]
+        for step in due:
+            assert save_and_wait(store, step, {"x": jnp.zeros(2)}).ok
+    assert folders.list_steps(tmp_path) == [3, 12]
+
+
 def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
     for step in (2, 3):

@@ -103,8 +103,10 @@ CASES = {
     ),
     "no learned positions": (["model.positions=learned"], ["model.max_positions: learned"]),
     "remat": (["remat.policy=ful"], ["remat.policy='ful': must be none, full, dots"]),
-    "warm-up": (["train.steps=50"], ["optimizer.warmup_steps", "<= train.steps = 50"]),
-    "steps": (["train.steps=0", "optimizer.warmup_steps=0"], ["train.steps: got 0, required int >= 1"]),
+    "warm-up": (
+        ["train.steps=50", "optimizer.warmup_steps=51"], ["optimizer.warmup_steps", "<= train.steps = 50"]
+    ),
+    "steps": (["train.steps=0"], ["train.steps: got 0, required int >= 1"]),
     "no path": (["data.source=bin"], ["data.source=bin needs data.path; it is empty."]),
     "seed": (["seed=-1"], ["seed: got -1, required int >= 0 and < 9223372036854775808"]),
     "seed beyond 64 bits": ([f"seed={2**64}"], [f"seed: got '{2**64}', required int >= 0"]),

@@ -1,6 +1,7 @@
 """Optimizers and schedules: closed forms, roles, stacks against single layers, state sharding."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -17,6 +18,7 @@ from jaxdist.optim import roles as optim_roles
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role
 from jaxdist.parallel.optimizer_sharding import state_specs
+from jaxdist.storage.untrusted import Malformed
 
 L, D, F, H, N, V = 3, 8, 16, 2, 4, 32
 
@@ -169,6 +171,115 @@ def test_which_schedules_depend_on_the_length_of_the_run():
         short, long = (schedules.build_schedule(config, steps, 1)(190) for steps in (200, 400))
         assert bool(short != long) == schedules.depends_on_train_steps(config) == expected
     assert not schedules.depends_on_train_steps(OptimizerConfig(decay_steps=500))
+
+
+# --- A schedule that is settled, and extended where train.steps is raised --------------------------
+
+
+def rates(config, steps, until):
+    """Returns the rate of the update after 0, 1, ... `until` updates, compiled op by op."""
+    return np.asarray(schedules.build_schedule(config, until, 1, steps)(np.arange(until + 1)))
+
+
+def extended(config, first, then, done, saved=()):
+    steps = schedules.settle(config, first)
+    return schedules.extend(config, steps, done=done, train_steps=then, saved=lambda n: n in saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "train_steps", "warmup"),
+    [({}, 20, 2), ({}, 9, 0), ({}, 5000, 100), ({"decay_steps": 50}, 800, 5), ({"warmup_steps": 7}, 20, 7)],
+)
+def test_a_warm_up_that_is_not_set_is_a_tenth_of_the_run(options, train_steps, warmup):
+    config = OptimizerConfig(**options)
+    steps = schedules.settle(config, train_steps)
+    assert steps.warmup_steps == warmup
+    assert (rates(config, steps, train_steps) == rates(config, None, train_steps)).all()
+    # A longer run has the same, whatever the schedule.
+    longer = schedules.extend(config, steps, done=5, train_steps=6000, saved=lambda n: False)
+    assert longer.warmup_steps == warmup
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_a_decay_is_extended_from_the_rate_it_has(name, final):
+    config = OptimizerConfig(schedule=name, learning_rate=2.0, final_learning_rate=final)
+    before, after = rates(config, None, 100), rates(config, extended(config, 100, 200, 60), 200)
+    assert (after[:60] == before[:60]).all() and after[60] == pytest.approx(before[60], rel=1e-6)
+    assert (np.diff(after[60:]) < 0).all() and after[199] > after[200] == pytest.approx(2 * final, abs=1e-6)
+    middle = (before[60] + 2 * final) / 2
+    assert after[130] == pytest.approx(middle, rel=1e-5)  # both shapes are there half-way down
+
+
+def test_a_decay_that_has_come_to_nothing_begins_again_with_a_short_warm_up():
+    config = OptimizerConfig(schedule="cosine", learning_rate=2.0)
+    steps = extended(config, 100, 200, 100)
+    (part,) = steps.extensions
+    assert (part.start, part.end, part.share, part.rewarm_steps) == (100, 200, 0.0, 10)
+    after, anew = rates(config, steps, 200), rates(config, schedules.ScheduleSteps(10, 200), 200)
+    assert (np.diff(after[100:110]) > 0).all() and after[109] == pytest.approx(anew[100], rel=1e-5)
+    assert (np.diff(after[110:]) < 0).all() and after[200] == pytest.approx(0, abs=1e-6)
+    kept = dataclasses.replace(config, final_learning_rate=0.1)  # such a rate is one to go on at
+    assert rates(kept, extended(kept, 100, 200, 100), 200)[100:] == pytest.approx(0.2, rel=1e-6)
+
+
+def test_wsd_goes_on_at_its_peak_from_where_its_decay_began():
+    config = OptimizerConfig(schedule="wsd", learning_rate=2.0)
+    assert schedules.decay_start(config, schedules.settle(config, 100)) == 80
+    straight = rates(config, schedules.ScheduleSteps(10, 200), 200)
+    for done, saved in ((60, ()), (80, ()), (95, (80,)), (100, (80,))):
+        steps = extended(config, 100, 200, done, saved)
+        assert [part.start for part in steps.extensions] == [min(done, 80)]
+        assert (rates(config, steps, 200) == straight).all()
+    steps = extended(config, 100, 200, 100)  # the step is not there
+    assert steps.extensions == (schedules.Extension(100, 200, 0.0, rewarm_steps=10, peak=1.0),)
+    after = rates(config, steps, 200)
+    assert (after[:100] == rates(config, None, 100)[:100]).all()
+    assert (np.diff(after[100:110]) > 0).all() and (after[109:161] == 2.0).all()
+    assert schedules.decay_start(config, steps) == 160 and after[180] == pytest.approx(1.0)
+
+
+def test_an_extension_counts_once_a_step_of_it_is_kept():
+    config = OptimizerConfig(schedule="cosine")
+    steps = extended(config, 100, 200, 60)
+
+    def again(done, train_steps):
+        return schedules.extend(config, steps, done=done, train_steps=train_steps, saved=lambda n: False)
+
+    assert again(60, 200) == again(70, 200) == again(40, 200) == steps
+    assert again(70, 150) == again(70, 100) == steps  # ends the run earlier, and moves nothing
+    assert again(60, 100) == schedules.settle(config, 100)  # as if it had never been
+    assert again(60, 300) == extended(config, 100, 300, 60)
+    twice = again(70, 300)
+    assert [(part.start, part.end) for part in twice.extensions] == [(60, 200), (70, 300)]
+    assert (rates(config, twice, 300)[:70] == rates(config, steps, 200)[:70]).all()
+    assert schedules.ScheduleSteps.from_json(json.loads(json.dumps(twice.to_json()))) == twice
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "constant"}, {"schedule": "inverse_sqrt"}, {"decay_steps": 90}]
+)
+def test_a_schedule_that_does_not_end_with_the_run_is_not_extended(options):
+    config = OptimizerConfig(**options)
+    assert extended(config, 100, 200, 60) == schedules.settle(config, 100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"warmup_steps": -1},
+        {"decay_steps": 1e3},
+        {"extensions": 3},
+        {"extensions": [3]},
+        {"extensions": [{}]},
+    ],
+)
+def test_a_stored_schedule_of_another_shape_is_refused(change):
+    with pytest.raises(Malformed):
+        schedules.ScheduleSteps.from_json({"warmup_steps": 1, "decay_steps": 9, "extensions": []} | change)
+    part = {"start": 1, "end": 20, "share": 2.0, "rewarm_steps": 0, "peak": 1.0}
+    with pytest.raises(Malformed, match="required 0 to 1"):
+        schedules.ScheduleSteps.from_json({"warmup_steps": 1, "decay_steps": 9, "extensions": [part]})
 
 
 def test_roles_follow_names_not_ranks():

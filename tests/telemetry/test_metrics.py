@@ -54,6 +54,18 @@ def test_last_row_of_a_step_wins_and_evaluation_is_separate(tmp_path):
     assert rows.evaluation == [{"step": 2, "eval_loss": 6.0, "eval_tokens": 10}]
 
 
+def test_rows_of_another_schedule_do_not_count(tmp_path):
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        for step in (1, 2, 3, 5):
+            writer.write(step, {"loss": 5.0 - step})
+            writer.write(step, {"eval_loss": 6.0})
+        writer.write(2, {metrics.EXTENDED: 8})
+        writer.write(4, {"loss": 0.5})
+    rows = metrics.read_rows(tmp_path)
+    assert [(row["step"], row["loss"]) for row in rows.train] == [(1, 4.0), (2, 3.0), (4, 0.5)]
+    assert [row["step"] for row in rows.evaluation] == [1, 2]
+
+
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 1.0}', b"\x00\xff"])
 def test_a_torn_last_line_is_repaired_by_a_new_line(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"

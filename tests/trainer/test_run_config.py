@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -111,7 +112,8 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
         ("train.eval_every=7", True),
         ("checkpoint.keep_last=7", True),
         ("train.max_minutes=7", True),
-        ("train.steps=2001", False),  # quickstart's decay ends with it
+        ("optimizer.decay_steps=2001", False),
+        ("train.steps=2001", True),  # what is done stays as it was; the schedule is extended
         ("batch.global_size=8", False),
         ("seed=1", False),
         ("model.d_ff=8", False),
@@ -126,11 +128,22 @@ def test_the_fingerprint_sees_what_changes_losses(change, harmless):
     assert (before == after) == harmless
 
 
-def test_the_number_of_steps_is_harmless_where_the_schedule_does_not_use_it():
-    free = "--config.optimizer.schedule=constant"
-    runs = [parse("--config", "quickstart", free, f"--config.train.steps={n}") for n in (200, 300)]
-    assert run_config.run_fingerprint(runs[0]) == run_config.run_fingerprint(runs[1])
-    assert "train.steps" in run_config.harmless_on_resume(runs[0])
+def test_a_warm_up_that_is_not_set_is_the_runs():
+    def check(stored, now, **more):
+        config = schema.to_config_dict(parse("--config", "quickstart", *stored)).to_dict()
+        workdir.check_stored_config(
+            {"config": config, **more}, parse("--config", "quickstart", *now), Path("x")
+        )
+
+    settled = {"schedule": {"warmup_steps": 20, "decay_steps": 200, "extensions": []}}
+    none, some = [], ["--config.optimizer.warmup_steps=20", "--config.train.steps=200"]
+    check(some, none)  # older versions had 100, and wrote it
+    check(none, some, **settled)
+    for stored, more in ((some, {}), (none, settled)):
+        with pytest.raises(ConfigError, match="optimizer.warmup_steps: the run in x has .*, now 30"):
+            check(stored, ["--config.optimizer.warmup_steps=30"], **more)
+    with pytest.raises(ConfigError, match="the checkpoint's schedule is damaged"):
+        check(none, none, schedule={"warmup_steps": None})
 
 
 def test_edges_that_are_replicated_are_refused_but_runs_that_had_them_load(tmp_path):

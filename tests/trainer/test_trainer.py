@@ -39,10 +39,10 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     assert rows[-1]["tokens_seen"] == 60 * 8 * 32
     assert {"step_time_s", "tokens_per_s", "mfu", "data_wait_s", "grad_norm"} <= rows[0].keys()
     assert rows[0]["mfu"] is None  # a CPU's peak is unknown, and not guessed
-    assert list_steps(straight / "checkpoints") == [49, 56, 60]
+    assert list_steps(straight / "checkpoints") == [24, 49, 56, 60]  # 24: where the decay begins
     assert read_step(straight / "checkpoints", 60).metadata["progress"]["step"] == 60
     events = [event["event"] for event in read_events(straight)]
-    assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 9
+    assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 10
     run = json.loads((straight / "run.json").read_text())
     assert run["parameters"] > 10_000 and run["flops_per_token"]["causal"] > 0
 
