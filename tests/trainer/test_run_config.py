@@ -186,6 +186,13 @@ def test_the_batch_divides_by_accumulation_and_shards(size, legal):
             validation.validate(run, jax.devices())
 
 
+@pytest.mark.parametrize("name", ["quickstart", "vit_digits", "gpt2_124m:tiny"])
+def test_a_shipped_config_may_be_tried_for_a_few_steps(name):
+    run = parse("--config", name, "--config.train.steps=20")
+    validation.validate_on(run, 8, with_data=False)
+    assert run.optimizer.warmup_steps is None  # a tenth of them
+
+
 def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
     run = parse("--config", "quickstart", "--config.mesh.dcn.data=2")
     shape, _, _ = validation.validate(run, jax.devices())
