@@ -129,7 +129,8 @@ def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = 
         data = read_bytes(path)
         content = data.decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data.tokenizer={path}: {one_line(error)}") from error
+        fault = f"{one_line(error)}; copy it again, or use another one"
+        raise ConfigError(f"data.tokenizer={path}: {fault}") from error
     try:
         trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
         beside = tokenizer_config.read(path.parent) if path.name == TOKENIZER_FILE else TokenizerConfig()

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shlex
 
 import pytest
@@ -13,9 +14,10 @@ from jaxdist.data import chat_rows
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import cli
 from support.chats import HEADERS, rows, turn, write_rows, write_tokenizer
 from support.huggingface import SMOLLM, run_convert
-from support.paths import CONFIGS
+from support.paths import CONFIGS, DOCS
 
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
@@ -49,9 +51,10 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(tmp_path, monke
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 200)
     with pytest.raises(ConfigError, match="init.from_run=runs/quickstart"):
         train.main(tuned)
-    assert train.main([*base, *flags(TINY | SHORT)]) == 0
+    cache = {"data.cache_dir": tmp_path / "cache"}
+    assert train.main([*base, *flags(TINY | SHORT | cache)]) == 0
     capsys.readouterr()
-    assert train.main([*tuned, *flags(SHORT)]) == 0
+    assert train.main([*tuned, *flags(SHORT | cache)]) == 0
     said = capsys.readouterr().out
     assert "training examples" in said and "0 left out" in said and "trainable" in said
     assert [row["tokens_seen"] > 0 for row in read_rows(tmp_path / "runs/sft_lora").train] == [True, True]
@@ -86,6 +89,25 @@ def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
     assert ends == list(tokenizer.end_ids)
     about = json.loads((out / "tokenizer_config.json").read_text())
     assert (about["bos_token"], about["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+def test_the_page_can_be_followed(tmp_path, monkeypatch):
+    """Its commands are those that the tests above run, or resolve."""
+    page = (DOCS / "chat.md").read_text()
+    first, second = re.findall(r"```bash\n(.*?)```", page, re.S)
+    assert [line[len("python -m ") :] for line in first.splitlines()] == [
+        line.strip()[len("python -m ") :]
+        for line in (CONFIGS / "sft_lora.py").read_text().splitlines()
+        if line.strip().startswith("python -m")
+    ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    write_rows(tmp_path / "chats" / "a.jsonl", rows("messages"))
+    command = shlex.split(second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM)))
+    run = cli.parse(train._parser(), command[3:])[1]
+    assert run.data.format == "chat" and not list(run.data.faults()) and run.lora.rank == 16
+    for row in re.findall(r"```json\n(.*?)```", page, re.S)[0].splitlines():
+        assert chat_rows.chat_row(json.loads(row))
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path):

@@ -208,6 +208,32 @@ def test_bytes_can_chat(tmp_path):
     assert load_tokenizer("bytes", folder=tmp_path / "run").end_ids == (3,)
 
 
+def test_tables_have_the_rows_of_jsonl(tmp_path):
+    """Tables fill fields that a row has not with nothing."""
+    arrow = pytest.importorskip("pyarrow", reason="extra `hf` is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
+    datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
+    some = [
+        {"messages": chat} | ({"tools": '[{"name": "f"}]'} if n % 2 == 0 else {})
+        for n, chat in enumerate(conversations())
+    ]
+    write_rows(tmp_path / "rows.jsonl", some)
+    parquet.write_table(arrow.Table.from_pylist(some), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(some).save_to_disk(tmp_path / "saved")
+    found = []
+    for source, name in (("jsonl", "rows.jsonl"), ("parquet", "rows.parquet"), ("huggingface", "saved")):
+        options = options_of(tmp_path, source=source, path=str(tmp_path / name), validation_share=0)
+        dataset = open_dataset(options, sequence_length=200, log=print)
+        found.append(dataset.read("train", np.arange(dataset.num_train_samples)))
+    for batch in found[1:]:
+        for key in ("tokens", "weights", "segment_ids"):
+            assert (
+                sorted(map(bytes, batch[key])) == sorted(map(bytes, found[0][key])) and batch["weights"].any()
+            )
+    options = options_of(tmp_path, source="parquet", path=str(tmp_path / "rows.parquet"), format="text")
+    assert refusal(options)[0].endswith("(has: messages, tools). Set data.format=chat.")
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 

@@ -28,19 +28,25 @@ def made_fixture():
     return made
 
 
+@pytest.fixture(scope="module", name="cache")
+def cache_fixture(tmp_path_factory):
+    """Keeps that the tokenizer was tried out: each trial is a process."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def folder_of(made, path):
     path.mkdir()
     (path / "tokenizer.json").write_text(made.to_str())
     return path
 
 
-def test_special_and_added_tokens_encode_as_the_tokenizers_file_says(made, tmp_path):
+def test_special_and_added_tokens_encode_as_the_tokenizers_file_says(made, tmp_path, cache):
     folder = folder_of(made, tmp_path / "model")
     expected = made.encode(CHAT, add_special_tokens=False).ids
     assert {made.token_to_id(name) for name in (*SPECIAL[1:], ADDED)} < set(expected)
-    tokenizer = load_tokenizer(str(folder), cache=tmp_path)
+    tokenizer = load_tokenizer(str(folder), cache=cache)
     assert tokenizer.encode(CHAT).tolist() == expected
-    text = load_tokenizer(str(folder), cache=tmp_path, special_tokens="text")
+    text = load_tokenizer(str(folder), cache=cache, special_tokens="text")
     ids = text.encode(CHAT).tolist()
     assert made.token_to_id("<|im_end|>") not in ids and made.token_to_id(ADDED) in ids
     assert text.decode(ids) == CHAT and len(ids) > len(expected)
@@ -73,18 +79,18 @@ def test_a_corpus_says_that_it_spells_them_and_each_setting_has_its_cache(made, 
     assert len(list((tmp_path / "cache").glob("tokens-*/meta.json"))) == 2
 
 
-def test_a_text_ends_at_any_token_that_a_file_names(made, tmp_path):
+def test_a_text_ends_at_any_token_that_a_file_names(made, tmp_path, cache):
     folder = folder_of(made, tmp_path / "model")
-    assert load_tokenizer(str(folder)).end_ids == (made.token_to_id("<|endoftext|>"),)
+    assert load_tokenizer(str(folder), cache=cache).end_ids == (made.token_to_id("<|endoftext|>"),)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5, 10**6]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [9]}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<tool>"}))
     names = [made.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
-    assert load_tokenizer(str(folder)).end_ids == (3, 5, 7, 9, *names)
+    assert load_tokenizer(str(folder), cache=cache).end_ids == (3, 5, 7, 9, *names)
     copy = folder_of(made, tmp_path / "run")
     tokenizer_config.write(copy, tokenizer_config.read(folder))
-    assert load_tokenizer("bpe:300", folder=copy).end_ids == (3, 5, 7, 9, *names)
+    assert load_tokenizer("bpe:300", folder=copy, cache=cache).end_ids == (3, 5, 7, 9, *names)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +103,19 @@ def test_a_text_ends_at_any_token_that_a_file_names(made, tmp_path):
         ("special_tokens_map.json", "\udcff", "not JSON"),
     ],
 )
-def test_a_malformed_file_beside_a_tokenizer_is_named(made, tmp_path, name, text, fault):
+def test_a_malformed_file_beside_a_tokenizer_is_named(made, tmp_path, cache, name, text, fault):
     folder = folder_of(made, tmp_path / "model")
     (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as raised:
-        load_tokenizer(str(folder), cache=tmp_path)
+        load_tokenizer(str(folder), cache=cache)
     (line,) = raised.value.faults
     assert str(folder / name) in line and fault in line and "remove it" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("content, fault", [(b"{", "not a tokenizer.json"), (b"{\xff}", "in position 1")])
+def test_a_tokenizer_that_cannot_be_read_is_named_with_a_cure(tmp_path, content, fault):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_tokenizer(str(tmp_path))
+    (line,) = raised.value.faults
+    assert str(tmp_path) in line and fault in line and "use another one" in line and "\n" not in line
