@@ -30,5 +30,4 @@ def get_config():
     config.data.packing = "documents"
 
     config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 20
     return config
