@@ -34,8 +34,7 @@ _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the caus
 _MOST_TRIED = 64  # whole steps that a restore looks at
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
-_ANSWER_S = 2  # to wait at least for an answer of the file system
-_GRACE_S = 10  # after `timeout_s`, for Orbax to say itself what took too long
+_ANSWER_S, _GRACE_S = 2, 10  # for the file system, at least; for Orbax to say itself what took too long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +217,8 @@ class CheckpointManager:
         sums = self._start(step, arrays, document)
         finish = functools.partial(self._finish, step, list(arrays), sums, report)
         if isinstance(sums, Exception) or not self.config.asynchronous:
-            finish()
-        else:
-            self._background.begin(finish, f"save of step {step}")
+            return finish()
+        self._background.begin(finish, f"save of step {step}")
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
         """Returns why no save can begin, "" if one can; process 0 decides for all.
@@ -283,10 +281,12 @@ class CheckpointManager:
                     raise CheckpointError(f"{self.folder} is another process's by now")
                 assert self.run is not None
                 integrity.seal(self.folder, step, self.run, fingerprints)
+            self.newest = step
         except Exception as error:
-            ok, problem = False, CheckpointError(f"step {step} was not saved: {_short(error)}")
+            text, place = _short(error), str(self.folder / str(step))
+            text += "" if place in text else f" ({place})"  # errors of write and fsync name nothing
+            ok, problem = False, CheckpointError(f"step {step} was not saved: {text}")
             self._last_step = None  # so that a save at the end is tried again
-        self.newest = step if ok else self.newest
         try:
             if jax.process_index() == 0 and self._is_ours():
                 self._tidy(step, committed=ok)

@@ -58,7 +58,7 @@ CASES = {
     "mark of a save: open": last_save("open", "4.unfinished"),
     "mark of a save: remove": Case(Fault("remove", "*/checkpoints/4.unfinished")),
     "an earlier save": Case(
-        Fault("write", "*/checkpoints/2*state*"), 0, ("checkpoint 2 failed, training goes on", EIO), (4,)
+        Fault("write", "*/checkpoints/2*state*"), 0, ("checkpoint 2 failed", EIO, "/checkpoints/2"), (4,)
     ),
     "metrics.jsonl: open": at_start("open", "*/run/metrics.jsonl", "/run/metrics.jsonl"),
     "metrics.jsonl: write": Case(

@@ -26,6 +26,7 @@
 #include <unistd.h>
 
 #define MOST 16
+#define LONGEST 1024 /* bytes of a path: it may be on the small stack of a signal handler */
 
 static struct rule {
     char calls[64], pattern[PATH_MAX];
@@ -56,7 +57,7 @@ __attribute__((constructor)) static void read_environment(void) {
 }
 
 static void note(const char *call, const char *path) {
-    char line[PATH_MAX + 32];
+    char line[LONGEST + 32];
     int size = snprintf(line, sizeof line, "%s %s\n", call, path);
     int file = syscall(SYS_openat, AT_FDCWD, record, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     if (file >= 0) {
@@ -95,7 +96,7 @@ static int meet(const char *call, const char *path) {
 
 /* Makes `path`, below the folder `at`, absolute; without /proc what is relative stays so. */
 static int meet_at(const char *call, int at, const char *path) {
-    char whole[PATH_MAX], link[64];
+    char whole[LONGEST], link[64];
     if (!count || !path) return 0;
     if (path[0] == '/') return meet(call, path);
     snprintf(link, sizeof link, at == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", at);
