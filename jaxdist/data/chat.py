@@ -7,11 +7,13 @@ What is the assistant's, a template may mark; of one that does not, a turn is by
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.data import tokenizer_config
 from jaxdist.data.sources import DataConfig, Document, expanded, one_line
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage.digest import digest
@@ -158,17 +160,18 @@ class ChatEncoder:
         return [i for i in first if i in ends]
 
 
-def open_encoder(config: DataConfig, tokenizer: Tokenizer, *, kept: bool = False) -> ChatEncoder:
+def open_encoder(config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None) -> ChatEncoder:
     """Returns what encodes the rows of a config: with its template, else the tokenizer's own.
 
     Args:
-      kept: whether the tokenizer's own template is what the run has kept of the config's.
+      folder: where a run has kept a template (its workdir), which then is the one.
 
     Raises:
       ConfigError: the template cannot be read, is none, or is harmful.
       ImportError: naming the extra, where jinja2 is not installed.
     """
-    source, where = tokenizer.config.chat_template, "the tokenizer's chat template"
+    kept, where = tokenizer_config.kept_template(folder), "the tokenizer's chat template"
+    source = kept or tokenizer.config.chat_template
     if config.chat_template and not kept:
         where = f"data.chat_template={config.chat_template}"
         try:

@@ -349,7 +349,7 @@ def _open_tokenizer(
     encoder: Encoder = token_cache.TextEncoder(loaded)
     about = loaded.config
     if config.format == "chat":
-        encoder = chats = chat.open_encoder(config, loaded, kept=tokenizer_config.has_template(folder))
+        encoder = chats = chat.open_encoder(config, loaded, folder)
         source = chats.template.source if chats.template else ""
         about = dataclasses.replace(about, end_ids=chats.end_ids, chat_template=source)
     if folder and (not kept if loaded.content else about != loaded.config):

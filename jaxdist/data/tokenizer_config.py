@@ -5,7 +5,7 @@ tokenizer_config.json of its workdir, which then is all that is needed.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def read(folder: Path) -> TokenizerConfig:
     """
     config = TokenizerConfig()
     for place in (folder, folder / HUGGINGFACE):
-        config = _joined(config, _read(place / TEMPLATE, lambda file: {"chat_template": _text(file)}))
+        config = _joined(config, _read(place / TEMPLATE, _template_file))
         for name in _FILES:
             config = _joined(config, _read(place / name, lambda file: read_json(file, dict)))
     return config
@@ -55,15 +55,15 @@ def write(folder: Path, config: TokenizerConfig) -> None:
             atomic.write_text(folder / name, text)
 
 
-def has_template(folder: Path | None) -> bool:
-    """Returns whether a workdir has kept a chat template."""
-    return folder is not None and (folder / TEMPLATE).is_file()
+def kept_template(folder: Path | None) -> str:
+    """Returns the chat template that a workdir has kept; "" if none. Raises ConfigError as `read`."""
+    return "" if folder is None else _read(folder / TEMPLATE, _template_file).chat_template
 
 
-def _read(file: Path, reader: Any) -> TokenizerConfig:
+def _read(file: Path, reader: Callable[[Path], Mapping[str, Any]]) -> TokenizerConfig:
     """Returns what one file says; nothing where there is none."""
     try:
-        fields: Mapping[str, Any] = reader(file)
+        fields = reader(file)
         spelt = {name: _spelling(fields[name], name) for name in _SPECIAL if fields.get(name)}
         ids = tuple(dict.fromkeys(_end_ids(fields)))
         return TokenizerConfig(ids, spelt, _template(fields.get("chat_template")))
@@ -80,9 +80,9 @@ def _joined(first: TokenizerConfig, second: TokenizerConfig) -> TokenizerConfig:
     )
 
 
-def _text(file: Path) -> str:
+def _template_file(file: Path) -> dict[str, str]:
     try:
-        return read_bytes(file).decode()
+        return {"chat_template": read_bytes(file).decode()}
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 at byte {error.start}") from error
 

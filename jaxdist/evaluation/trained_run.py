@@ -25,7 +25,6 @@ from jaxdist.config import ConfigError, is_text
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
 from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.data.tokenizer_config import has_template
 from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
@@ -256,7 +255,7 @@ class TrainedRun:
 
     @functools.cached_property
     def _chats(self) -> ChatEncoder:
-        encoder = open_encoder(self.config.data, self.tokenizer, kept=has_template(self.folder))
+        encoder = open_encoder(self.config.data, self.tokenizer, self.folder)
         if encoder.template is None:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has no chat template; put one there as chat_template.jinja"
