@@ -6,7 +6,6 @@ train --config.init.from_huggingface instead. On the CPU, in one process.
 """
 
 import argparse
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import interop
-from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, Parser, schema, trees
+from jaxdist.config import ConfigError, Parser, trees
 from jaxdist.data import tokenizer_config
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.models import lora, registry
 from jaxdist.step.state import State
 from jaxdist.storage import atomic
-from jaxdist.trainer import build, cli, config_json, run_config, validation, workdir
+from jaxdist.trainer import build, cli, config_json, run_config, save_weights, validation, workdir
 
 LONGEST = 1024  # tokens of a converted workdir's sequences, where the model can take more
 
@@ -101,12 +99,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     }
     tensors = interop.open_weights(flags.source, values, {path: x.shape for path, x in wanted.items()})
     state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, {}, None, None)
-    folder = workdir.checkpoints_folder(target, run)
-    with CheckpointManager(folder, dataclasses.replace(run.checkpoint, asynchronous=False)) as store:
-        store.save(0, state, {"converted_from": str(flags.source), **workdir.stored_config(run)})
-        if failed := [saved.error for saved in store.poll() if saved.error]:
-            raise failed[0]
-    workdir.write_json(target / workdir.CONFIG, schema.to_config_dict(run).to_dict())
+    save_weights.write(run, state, target, {"converted_from": str(flags.source)})
     read_as = ""
     if fields.get("model_type") not in interop.FAMILIES:
         read_as = f" ({fields.get('model_type')!r} is not known: compare its logits)"

@@ -69,7 +69,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "compiled programs": _disk(programs),
         },
         "extras": {
-            module: "present" if find_spec(module) else f'missing: pip install "jaxdist[{extra}]"'
+            module: "present" if find_spec(module) else f"missing: {extras.install_command(extra)}"
             for module, extra in sorted(extras.EXTRAS.items())
         },
         "flags": _flags(environ),

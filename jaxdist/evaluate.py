@@ -13,9 +13,11 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError, extras
+from jaxdist.data import arrays
 from jaxdist.evaluation import trained_run
-from jaxdist.evaluation.trained_run import HeldOut, Watch
+from jaxdist.evaluation.trained_run import Watch
 from jaxdist.trainer import cli
+from jaxdist.trainer.held_out import HeldOut
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **options)
         results, text = {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
     else:
-        held_out = run.evaluate(validation_tokens=flags.validation_tokens, watch=watch)
+        data = arrays.read_file(flags.data, "--data") if flags.data else None
+        held_out = run.evaluate(data, validation_tokens=flags.validation_tokens, watch=watch)
         results, text = held_out._asdict(), _as_text(held_out)
     if jax.process_index() == 0:
         print(_as_json(results) if flags.json else text)
@@ -47,6 +50,8 @@ def _check(flags: argparse.Namespace) -> None:
     ]
     if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (None, None, None):
         faults.append("--tasks-folder, --limit and --max-length go with --tasks; name some")
+    if flags.data and (flags.tasks or flags.validation_tokens is not None):
+        faults.append("--data is scored as a whole; leave out --tasks and --validation-tokens")
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
     if faults:
@@ -58,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add("--validation-tokens", type=int, help="targets to score, 0 = all (default: data.validation_tokens)")
+    add("--data", metavar="FILE.npz", help="arrays to score (numpy.savez), which a run of jaxdist.fit needs")
     add("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
     add("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
     add("--limit", type=int, help="documents of each task at most (default: all)")
@@ -83,9 +89,10 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
 
 def _as_text(result: HeldOut) -> str:
     bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+    own = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
     return (
         f"step {result.step}: loss {result.loss:.6f} nats per target over {result.tokens} targets, "
-        f"perplexity {result.perplexity:.4f}, bits per byte {bits}"
+        f"perplexity {result.perplexity:.4f}, bits per byte {bits}{own}"
     )
 
 

@@ -1,6 +1,9 @@
 """`python -m jaxdist.generate --workdir W --prompt TEXT`: text from a run's newest checkpoint."""
 
 import argparse
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,21 +16,18 @@ from jaxdist.trainer import cli
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
-    if flags.system and not flags.chat:
-        raise ConfigError("--system: a turn of a chat; give --chat, too")
+    prompts = _prompts(flags)
     run = trained_run.load_run(**cli.run_options(flags))
-    options = {
-        "max_tokens": flags.max_tokens,
-        "sampling": SamplingConfig(flags.temperature, flags.top_k, flags.top_p),
-        "seed": flags.seed,
-        "num_samples": flags.num_samples,
-    }
+    sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
+    options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
+    before = [{"role": "system", "content": flags.system}] if flags.system else []
+    if flags.interactive:
+        return _interact(run, before if flags.chat else None, options)
+    options["num_samples"] = flags.num_samples
     if flags.chat:
-        before = [{"role": "system", "content": flags.system}] if flags.system else []
-        chats = [[*before, {"role": "user", "content": prompt}] for prompt in flags.prompt]
-        samples = run.chat(chats, **options)
+        samples = run.chat([[*before, {"role": "user", "content": text}] for text in prompts], **options)
     else:
-        samples = run.generate(flags.prompt, **options)
+        samples = run.generate(prompts, **options)
     texts = [sample.text for of_prompt in samples for sample in of_prompt]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):
@@ -35,10 +35,66 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _prompts(flags: argparse.Namespace) -> list[str]:
+    """Returns the texts to go on from; raises ConfigError where there is none, or a file cannot be read."""
+    prompts, faults = list(flags.prompt), []
+    for file in flags.prompt_file:
+        try:
+            prompts.append(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            faults.append(
+                f"--prompt-file {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text"
+            )
+    if bool(prompts or faults) == flags.interactive:
+        wrong = "--interactive reads its prompts: leave out" if flags.interactive else "give"
+        faults.append(f"{wrong} --prompt TEXT or --prompt-file FILE")
+    if flags.system and not flags.chat:
+        faults.append("--system: a turn of a chat; give --chat, too")
+    if flags.interactive and flags.num_samples > 1:
+        faults.append(
+            f"--interactive writes one text for a prompt: leave out --num-samples={flags.num_samples}"
+        )
+    if faults:
+        raise ConfigError(faults)
+    return prompts
+
+
+def _interact(run: trained_run.TrainedRun, chat: list[dict[str, str]] | None, options: dict[str, Any]) -> int:
+    """Answers each line of standard input, as the text comes; Ctrl-C ends an answer, Ctrl-D all.
+
+    Args:
+      chat: the turns so far, which then go on; None: each line is a text to go on from.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError("--interactive: required one process; start it without launch")
+    mark = "> " if sys.stdin.isatty() else ""
+    if mark:
+        print("a prompt a line; Ctrl-C ends an answer, Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            prompt = input(mark)
+        except (EOFError, KeyboardInterrupt):
+            return 0
+        answer = ""
+        try:
+            turns = None if chat is None else [*chat, {"role": "user", "content": prompt}]
+            for text in run.stream(turns or prompt, **options):
+                print(text, end="", flush=True)
+                answer += text
+            chat = turns and [*turns, {"role": "assistant", "content": answer}]
+        except KeyboardInterrupt:
+            pass
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+        print(flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("generate", __doc__)
     add, sampling = parser.add_argument, SamplingConfig()
-    add("--prompt", required=True, action="append", help="how the text begins; may be repeated")
+    add("--prompt", action="append", default=[], help="how the text begins; may be repeated")
+    add("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file that has it")
+    add("--interactive", action="store_true", help="read prompts, a line each, and write as text is drawn")
     add("--chat", action="store_true", help="prompts are a user's turns; print the assistant's (extra chat)")
     add("--system", metavar="TEXT", help="with --chat: the system's turn, before the user's")
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")

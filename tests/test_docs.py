@@ -81,6 +81,15 @@ def test_links_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_pages_and_messages_install_from_a_clone():
+    """No index has the package yet: one module says so, for the day that one has it."""
+    files = [*PAGES, *(ROOT / "jaxdist").rglob("*.py"), *(ROOT / "examples").iterdir()]
+    wrong = re.compile(r"pip install.{0,20}jaxdist(\[|\s|\"|@)|URL-OF")
+    named = {file.name for file in files if file.is_file() and wrong.search(file.read_text(errors="replace"))}
+    assert named == {"extras.py"}
+    assert 'pip install -e ".[hf]"' in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_fast_tests_are_most_of_the_unit_tests():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "fast"]

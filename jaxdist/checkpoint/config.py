@@ -1,6 +1,7 @@
 """When to save a checkpoint and which to keep."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -14,6 +15,8 @@ class CheckpointConfig:
     every_minutes: NonNegativeFloat = 0.0  # minutes between saves; 0 = no saves by time
     keep_last: PositiveInt = 2  # newest checkpoints kept, so that a run can always resume
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are kept for ever; 0 = none
+    # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g. eval_loss; "" = none
+    keep_best: str = ""
     save_at_end: bool = True  # also save after the last step
     asynchronous: bool = True  # write in the background while training goes on
     patience_s: NonNegativeFloat = 30.0  # seconds to wait for the save before, then this one is left out
@@ -25,6 +28,11 @@ class CheckpointConfig:
         return (self.every_steps > 0 and step % self.every_steps == 0) or (last and self.save_at_end)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the folder."""
+        """Yields what is wrong with the folder, or with the figure that chooses the best."""
+        if self.keep_best and not re.fullmatch(r"eval_[^:\s]+(:max|:min)?", self.keep_best):
+            yield (
+                f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, as eval_loss, "
+                f"or with :max where more is better, as eval_accuracy:max"
+            )
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."

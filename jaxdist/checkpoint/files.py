@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,15 +230,19 @@ def read_step(folder: Path, step: int) -> StepInfo:
     return StepInfo(arrays, metadata)
 
 
-def expired(steps: Collection[int], *, newest: int, keep_last: int, keep_every: int) -> list[int]:
+def expired(
+    steps: Collection[int], *, newest: int, keep_last: int, keep_every: int, best: Sequence[int] = ()
+) -> list[int]:
     """Returns which of `steps` to delete once `newest` has been committed.
 
-    Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 = none), and
-    all steps after `newest`: those belong to a run that was rewound, and are not ours to delete.
+    Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 = none), the last
+    of `best` that is there (the save of one may have failed), and all steps after `newest`: those belong
+    to a run that was rewound, and are not ours to delete.
     """
     past = sorted(step for step in steps if step < newest)
     recent = past[-(keep_last - 1) :] if keep_last > 1 else []
-    return [step for step in past if step not in recent and not (keep_every and step % keep_every == 0)]
+    stays = {*recent, *[step for step in best if step in steps][-1:]}
+    return [step for step in past if step not in stays and not (keep_every and step % keep_every == 0)]
 
 
 def begin_save(folder: Path, step: int) -> None:

@@ -39,10 +39,7 @@ _ANSWER_S, _GRACE_S = 2, 10  # for the file system, at least; for Orbax to say i
 
 @dataclasses.dataclass(frozen=True)
 class SaveResult:
-    """How one save ended.
-
-    With `ok` the step is committed; an `error` beside it says that old steps were not deleted.
-    """
+    """How one save ended; with `ok` it is committed, and an `error` beside it says that old ones stay."""
 
     step: int
     ok: bool
@@ -105,6 +102,7 @@ class CheckpointManager:
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
+        self.best: list[int] = []  # steps to keep: the last of them that was saved
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
@@ -300,8 +298,8 @@ class CheckpointManager:
             return
         folders.end_save(self.folder, step)
         good = [n for n in self.steps() if n not in self.bad_steps and n not in self.milestones]
-        keep_last, keep_every = self.config.keep_last, self.config.keep_every
-        for old in folders.expired(good, newest=step, keep_last=keep_last, keep_every=keep_every):
+        last, every = self.config.keep_last, self.config.keep_every
+        for old in folders.expired(good, newest=step, keep_last=last, keep_every=every, best=self.best):
             folders.remove_step(self.folder, old)
 
     def poll(self) -> list[SaveResult]:

@@ -24,6 +24,8 @@ from jaxdist.config import trees
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite, schedule_free)
 # that only hold another state: like a position in a chain, they say nothing about the array.
 _WRAPPERS = ("inner_state", "inner_states", "base_optimizer_state")
+_FOLLOWS = ("opt_state/", "ema/")  # arrays whose shapes follow from the model's
+_SHOWN = 3  # arrays named in a summary
 _UNNAMED = "value"  # the first part of an array that sits directly in a sequence
 
 # Scalars of older checkpoints: the schedule's position, and by how much a step moved it. train.max_minutes
@@ -34,9 +36,25 @@ _POSITION, _PACE = RETIRED = ("opt_state/clock", "opt_state/pace")
 class LayoutError(CheckpointError):
     """The arrays of a checkpoint are not those of the state; `faults` has one line for each."""
 
-    def __init__(self, faults: Sequence[str]):
-        self.faults = tuple(faults)
+    def __init__(self, faults: Sequence[str], differing: Sequence[str] = ()):
+        """Args:
+        differing: "NAME: what is there, what is here", in the order of the state.
+        """
+        self.faults, self.differing = tuple(faults), differing
         super().__init__("the checkpoint does not fit this state:\n" + "\n".join(self.faults))
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether arrays of the model differ, not of its optimizer alone, whose state follows them."""
+        return any(not line.startswith(_FOLLOWS) for line in self.differing)
+
+    @property
+    def summary(self) -> str:
+        """The first arrays that differ, on one line."""
+        of_model = [line for line in self.differing if not line.startswith(_FOLLOWS)]
+        lines = of_model or self.differing or self.faults
+        more = f"; and {len(lines) - _SHOWN} more arrays" if len(lines) > _SHOWN else ""
+        return f"{'; '.join(lines[:_SHOWN])}{more}"
 
 
 def to_canonical(state: Any) -> dict[str, Any]:
@@ -82,7 +100,10 @@ def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool
         if name in stored and stored[name] != wanted[name]
     ]
     if faults:
-        raise LayoutError(faults)
+        names = [*(name for name in wanted if stored.get(name) != wanted[name]), *extra]
+        shown = [(stored.get(name, "nothing"), wanted.get(name, "nothing")) for name in names]
+        pairs = zip(names, shown, strict=True)
+        raise LayoutError(faults, [f"{name}: {there} there, {here} here" for name, (there, here) in pairs])
 
 
 def check_retired(arrays: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import types
 from importlib.util import find_spec
+from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG
 
@@ -20,6 +21,19 @@ EXTRAS = {
     "tensorboardX": "tensorboard",
     "tokenizers": "text",
 }
+
+
+PUBLISHED = False  # whether a package index has jaxdist: until then it is installed from a clone
+_CLONE = Path(__file__).parents[2]
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra: by name, or from the clone that this code lies in."""
+    if PUBLISHED:
+        return f'pip install "jaxdist[{extra}]"'
+    if not (_CLONE / "pyproject.toml").is_file():
+        return f'pip install -e ".[{extra}]" in a clone of jaxdist'
+    return f'pip install -e "{"." if Path.cwd() == _CLONE else _CLONE}[{extra}]"'
 
 
 class MissingExtra(ImportError):
@@ -58,5 +72,5 @@ def require(module: str) -> None:
 
 
 def _missing(module: str, extra: str) -> MissingExtra:
-    command = f'pip install "jaxdist[{extra}]"'
+    command = install_command(extra)
     return MissingExtra(f"{module} is not installed. Install it with: {command}", name=module)

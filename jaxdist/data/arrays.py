@@ -108,17 +108,26 @@ def count_of(arrays: Mapping[str, np.ndarray]) -> int:
 # --- .npz files -----------------------------------------------------------------------------------
 
 
-def _read(path: str) -> tuple[dict[str, np.ndarray], str]:
+def read_file(path: str, key: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file; raises ConfigError if it is not what it must be.
+
+    Args:
+      key: what named the file, for errors.
+    """
+    return _read(path, key)[0]
+
+
+def _read(path: str, key: str = "data.path") -> tuple[dict[str, np.ndarray], str]:
     """Returns the arrays of a file, and a stamp of its contents (the archive's own checksums)."""
-    kinds, stamp = _checked(path)
+    kinds, stamp = _checked(path, key)
     with (
-        reading(f"data.path={one_line(path)}"),
+        reading(f"{key}={one_line(path)}"),
         open_regular(expanded(path)) as content,
         zipfile.ZipFile(content) as file,
     ):
         arrays = {name: _values(file, name) for name in kinds}
     if wide := beyond_int32(arrays):
-        raise ConfigError(f"data.path={path}: {', '.join(wide)} has values beyond int32, which batches hold")
+        raise ConfigError(f"{key}={path}: {', '.join(wide)} has values beyond int32, which batches hold")
     return arrays, stamp
 
 
@@ -129,9 +138,9 @@ def beyond_int32(arrays: Mapping[str, np.ndarray]) -> list[str]:
     return [n for n, x in integers.items() if x.size and not limits.min <= x.min() <= x.max() <= limits.max]
 
 
-def _checked(path: str) -> tuple[dict[str, ArrayHeader], str]:
+def _checked(path: str, key: str = "data.path") -> tuple[dict[str, ArrayHeader], str]:
     """Returns what the file's headers say and a stamp of it; raises every fault of them."""
-    shown = f"data.path={one_line(path)}"
+    shown = f"{key}={one_line(path)}"
     try:
         with open_regular(expanded(path)) as content, zipfile.ZipFile(content) as file:
             kinds = {e.filename.removesuffix(".npy"): _header(file, e) for e in file.infolist()}

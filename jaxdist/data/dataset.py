@@ -7,6 +7,7 @@ asks names the rows of the global batch that it wants.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,18 @@ class Dataset:
 
         Raises SourceError where a source cannot be read or holds an id beyond the vocabulary."""
         return self.read("train", step * global_size + np.arange(global_size)[rows])
+
+    def reader_state(self, step: int) -> Any:
+        """Returns what a reader of `step` must be told to go on there, as JSON; None: the step says all."""
+        return None
+
+    def go_to(self, step: int, state: Any) -> str:
+        """Tells the reader that `step` comes next; returns a line for people, "" where there is none to say.
+
+        Args:
+          state: of `reader_state`; None: unknown.
+        """
+        return ""
 
     def num_validation_batches(self, global_size: int) -> int:
         """Returns how many batches of `global_size` rows hold all held-out samples.

@@ -41,9 +41,11 @@ class TokenFile:
         self.fault = ""  # set by whoever finds the ids damaged; readers then stop
         self._end_bytes = offset_bytes + self.count * kind.itemsize
         if odd or self.count < 0 or self._end_bytes > present:
+            torn = f"token {whole} of {kind} has {odd} of its {kind.itemsize} bytes"
+            ends = torn if odd else f"{count} tokens of {kind} end at byte {self._end_bytes}"
             raise ConfigError(
-                f"{path}: {present} bytes do not hold {self.count} tokens of {kind} after "
-                f"{offset_bytes} bytes; the file is cut off or of another type."
+                f"{path}: {ends}, the file at byte {present}: it is cut off or of another type; write it "
+                f"again, or set data.bin_dtype."
             )
         self._tokens = np.zeros(0, dtype)
         if self.count:  # a plain ndarray, because np.memmap slices slowly
@@ -211,17 +213,33 @@ def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.n
     """Returns (dtype, tokens per sequence, byte offset per sequence, sequence index of borders)."""
     with open_regular(index) as file:
         content, at = file.read(), _MEGATRON_HEADER.size
-    fault = ConfigError(f"{index}: not a Megatron index (MMIDIDX, version 1, integer tokens).")
     if len(content) < at:
-        raise fault
+        raise _index_fault(index, f"it has {len(content)} bytes, its header alone {at}")
     magic, version, code, sequences, borders = _MEGATRON_HEADER.unpack_from(content)
-    known = magic == _MEGATRON_MAGIC and version == 1 and code in _MEGATRON_TYPES and borders > 0
-    if not known or len(content) < at + 12 * sequences + 8 * borders:
-        raise fault
+    needed = at + 12 * sequences + 8 * borders
+    short = (
+        f"{sequences} sequences and {borders} borders need {needed} bytes, and the file has {len(content)}"
+    )
+    faults = [
+        (magic != _MEGATRON_MAGIC, f"byte 0: {magic!r}, required {_MEGATRON_MAGIC!r}"),
+        (version != 1, f"byte 9: version {version}, required 1"),
+        (code not in _MEGATRON_TYPES, f"byte 17: type {code} of tokens, required one of integers"),
+        (borders < 1, "byte 26: no border of documents"),
+        (len(content) < needed, f"byte 18: {short}"),
+    ]
+    for wrong, text in faults:
+        if wrong:
+            raise _index_fault(index, text)
     lengths = np.frombuffer(content, "<i4", sequences, at)
     offsets = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     documents = np.frombuffer(content, "<i8", borders, at + 12 * sequences)
     # Compared, not subtracted: differences wrap.
-    if (documents[0], documents[-1]) != (0, sequences) or np.any(documents[1:] < documents[:-1]):
-        raise fault
+    falls = np.flatnonzero(documents[1:] < documents[:-1])
+    if (documents[0], documents[-1]) != (0, sequences) or falls.size:
+        place = at + 12 * sequences + 8 * (int(falls[0]) + 1 if falls.size else 0)
+        raise _index_fault(index, f"byte {place}: borders of documents do not rise from 0 to {sequences}")
     return _MEGATRON_TYPES[code], lengths, offsets, documents
+
+
+def _index_fault(index: Path, what: str) -> ConfigError:
+    return ConfigError(f"{index}: not a Megatron index; {what}. Write the pair again.")

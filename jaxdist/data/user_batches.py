@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import arrays
 from jaxdist.data.arrays import INDEX, ArrayRows
 from jaxdist.data.dataset import SAMPLE_MASK, Dataset, SourceError, array_splits
+from jaxdist.data.iterated import Iterated, NoBatch
 from jaxdist.data.packing import Batch
 from jaxdist.storage.digest import digest
 
@@ -38,16 +39,18 @@ def open_user_batches(
       ConfigError: every fault of the arrays, or of the first batch.
     """
     compute: Callable[[int], Any] | None = None
+    if fault := _library_fault(batches):
+        raise ConfigError(f"batches: {fault}")
     if isinstance(batches, Mapping):
         rows = _checked("batches", batches)
         train, fingerprint = ArrayRows(rows, np.arange(arrays.count_of(rows))), _contents(rows)
         size = size or DEFAULT_SIZE
     elif callable(batches) or isinstance(batches, Iterable):
-        compute = batches if callable(batches) else _Iterated(batches)
+        compute = batches if callable(batches) else Iterated(batches)
         try:
             rows = _converted("batches: the first", compute(0))
-        except SourceError as error:
-            raise ConfigError(str(error)) from error
+        except NoBatch as error:
+            raise ConfigError(f"batches: {error}") from error
         train, count = ArrayRows({}, np.arange(1)), arrays.count_of(rows)
         fingerprint = _contents(rows) if callable(batches) else digest(arrays.describe_samples(rows))
         if size not in (None, count):
@@ -58,12 +61,57 @@ def open_user_batches(
             f"batches: {type(batches).__name__}; required a dict of arrays [N, ...], a function from the "
             f"step to a batch, or an iterable of batches"
         )
-    held: dict[str, np.ndarray] = {} if validation is None else _checked("validation", validation)
-    ours, theirs = (arrays.describe_samples(_without_index(x)) for x in (rows, held))
-    if held and ours != theirs:
-        raise ConfigError(f"validation: a sample has {theirs}; in batches {ours}")
-    sides = array_splits("batches", train, ArrayRows(held, np.arange(arrays.count_of(held))))
+    like = arrays.describe_samples(_without_index(rows))
+    none = ArrayRows({}, np.arange(0))
+    held = none if validation is None else _held_out("validation", validation, like, size)
+    sides = array_splits("batches", train, held)
     return UserDataset([sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows), size
+
+
+def open_held_out(data: Mapping[str, Any], *, like: str, size: int) -> Dataset:
+    """Returns arrays {entry: [N, ...]} as a dataset that is held out.
+
+    Args:
+      like: what a sample of the run's batches holds, as `data.path` has it.
+      size: G.
+
+    Raises:
+      ConfigError: they hold something else, or no whole batch.
+    """
+    held = _held_out("data", data, like, size)
+    return Dataset([array_splits("data", held, held)], seed=0, fingerprint="")
+
+
+def _held_out(what: str, data: Any, like: str, size: int) -> ArrayRows:
+    """Returns what is held out, checked: whole batches alone are scored."""
+    rows = _checked(what, data)
+    count = arrays.count_of(rows)
+    if (theirs := arrays.describe_samples(_without_index(rows))) != like:
+        raise ConfigError(f"{what}: a sample has {theirs}; in batches {like}")
+    if count < size:
+        raise ConfigError(
+            f"{what}: {count} samples, and a batch has {size}; whole batches alone are scored: give {size} "
+            f"samples or more, or a smaller batch_size"
+        )
+    if left := count % size:
+        print(f"{what}: the last {left} of {count} samples are no whole batch of {size}, and not scored")
+    return ArrayRows(rows, np.arange(count))
+
+
+def _library_fault(batches: Any) -> str:
+    """Returns what is wrong with a dataset of a library that gives no batches; "" if nothing is known."""
+    kinds = {kind.__name__ for kind in type(batches).__mro__ if kind.__module__.startswith("datasets.")}
+    if kinds & {"DatasetDict", "IterableDatasetDict"}:
+        return f"{type(batches).__name__}: the splits of a Hugging Face dataset; choose one, ['train'] say"
+    if "Dataset" in kinds:
+        return (
+            "a Hugging Face Dataset gives a row at a time; give its columns as arrays, "
+            "dataset.with_format('numpy')[:], or batches, "
+            "dataset.to_iterable_dataset().with_format('numpy').batch(32)"
+        )
+    if "IterableDataset" in kinds and all(np.ndim(x) == 0 for x in next(iter(batches), {}).values()):
+        return "a Hugging Face stream gives a row at a time; give stream.with_format('numpy').batch(32)"
+    return ""
 
 
 class UserDataset(Dataset):
@@ -82,15 +130,32 @@ class UserDataset(Dataset):
         """
         if self._compute is None:
             return super().train_batch(step, global_size, rows)
-        batch = self._first if step == 0 else self._computed(step, self._compute(step))
+        batch = self._first if step == 0 else self._computed(step, self._compute)
         numbers = ((step * global_size + np.arange(global_size)) & SAMPLE_MASK).astype(np.int32)
         return {name: values[rows] for name, values in ({INDEX: numbers} | batch).items()}
 
-    def _computed(self, step: int, batch: Any) -> Batch:
+    def reader_state(self, step: int) -> Any:
+        """Returns the state of an iterator that has one, before the batch after `step` updates; else None."""
+        return self._compute.state(step) if isinstance(self._compute, Iterated) else None
+
+    def go_to(self, step: int, state: Any) -> str:
+        """Prepares an iterator to give the batch after `step` updates; returns a line that says how.
+
+        Raises:
+          ConfigError: the iterator does not take the state.
+        """
+        try:
+            return self._compute.go_to(step, state) if isinstance(self._compute, Iterated) else ""
+        except NoBatch as error:
+            raise ConfigError(f"batches: {error}") from error
+
+    def _computed(self, step: int, compute: Callable[[int], Any]) -> Batch:
         """Returns the batch after `step` updates, checked."""
         name = f"batches: the one after {step} updates"
         try:
-            converted = _converted(name, batch)
+            converted = _converted(name, compute(step))
+        except NoBatch as error:
+            raise SourceError(f"batches: {error}") from error
         except ConfigError as error:
             raise SourceError(str(error)) from error
         this, first = (
@@ -99,38 +164,6 @@ class UserDataset(Dataset):
         if this != first:
             raise SourceError(f"{name} has {this}; the first {first}, and all must be alike")
         return converted
-
-
-class _Iterated:
-    """An iterable's batches as a function of the step; those before it are passed over."""
-
-    def __init__(self, batches: Iterable[Any]):
-        self._batches, self._iterator = batches, iter(())
-        self._next = 0  # of the batch that the iterator gives
-
-    def __call__(self, step: int) -> Any:
-        if step == 0 or step < self._next:
-            if not self._restart():
-                raise SourceError(
-                    f"batches: the iterator cannot go back to the batch after {step} updates; give an "
-                    f"iterable that can be begun anew, or a function of the step"
-                )
-            self._next = 0
-        batch = None
-        while self._next <= step:
-            batch = next(self._iterator, None)
-            if batch is None and self._restart():
-                batch = next(self._iterator, None)
-            if batch is None:
-                why = f"the iterator ended after {self._next} batches; give more or lower steps"
-                raise SourceError(f"batches: {why}")
-            self._next += 1
-        return batch
-
-    def _restart(self) -> bool:
-        """Begins anew, where the iterable can; returns whether it can."""
-        before, self._iterator = self._iterator, iter(self._batches)
-        return self._iterator is not before
 
 
 def _checked(what: str, batch: Any, *, whole: bool = False) -> dict[str, np.ndarray]:

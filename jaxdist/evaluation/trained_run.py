@@ -6,37 +6,42 @@ the shardings of any legal mesh.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, is_text
-from jaxdist.data import Tokenizer, load_tokenizer
+from jaxdist.data import Dataset, Tokenizer, load_tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
-from jaxdist.data.loader import DeviceBatch, Loader
-from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text
+from jaxdist.data.user_batches import open_held_out
+from jaxdist.evaluation import layout
+from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text, until_stop
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step import evaluation
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, validation, workdir
+from jaxdist.trainer import build, user_model, workdir
+from jaxdist.trainer.best import best_step
+from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.user_model import Model
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
+_STREAMED = 8  # tokens at a time
 
 
 class Sample(NamedTuple):
@@ -55,90 +60,55 @@ class TextScore(NamedTuple):
     tokens: int  # scored
 
 
-class HeldOut(NamedTuple):
-    """How well a checkpoint predicts held-out text."""
-
-    step: int  # updates finished
-    loss: float  # nats per target
-    tokens: int | float  # targets scored
-    perplexity: float  # exp(loss)
-    bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown
-    bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the held-out text
-
-
 def load_run(
     folder: Path | str,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     mesh: MeshConfig | None = None,
     devices: Sequence[jax.Device] | None = None,
     log: Callable[[str], None] = print,
     target: str | None = None,
     trust_code: bool | None = None,
+    model: Model | None = None,
 ) -> TrainedRun:
     """Returns the run of a workdir with the weights of `step`, or of the newest usable checkpoint.
 
     Args:
+      step: "best": the one that checkpoint.keep_best has kept.
       mesh: default: the run's own where it fits the devices, else all as fsdp, else all as data.
       devices: default: all.
       log: receives a line per event.
       target: the model.target that the run must have; its code is then trusted.
       trust_code: whether to import the model's module because the run's config names it. None: only one
         of jaxdist's, or one that is imported already.
+      model: of a run of `jaxdist.fit`: what was given to it, to make the model again.
 
     Raises:
-      ConfigError: no run there, a model whose code is not trusted, or a mesh that is not legal.
+      ConfigError: no run there, a model whose code is not trusted, or a mesh that is not legal; weights of
+        another model than the one given.
       CheckpointError: no usable checkpoint.
     """
     folder = Path(folder)
     config = workdir.read_config(folder, named=target, trust_code=trust_code)
     devices = list(jax.devices() if devices is None else devices)
-    config, rules, spec = _fitted(config, devices, mesh)
-    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
+    maker = user_model.maker(config, folder, model, target)
+    config, rules, spec = layout.fitted(config, devices, mesh, maker)
+    # What was trained with a transformation of optax needs none here.
+    optimizer = optax.identity() if config.optimizer.name == "given" else None
+    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules, optimizer=optimizer)
     checkpoints = workdir.checkpoints_folder(folder, config)
     run = workdir.own_identity(folder)
+    step = best_step(checkpoints) if step == "best" else step
     with CheckpointManager(checkpoints, config.checkpoint, mode="read", run=run) as store:
-        restored = store.restore(_weights_alone(built.abstract_state), step, partial=True).state
+        try:
+            restored = store.restore(layout.weights_alone(built.abstract_state), step, partial=True).state
+        except LayoutError as error:
+            raise ConfigError(f"model: the run in {folder} has another; {error.summary}") from error
         for bad, reason in store.bad_steps.items():
             log(f"checkpoint {bad} cannot be used: {reason}")
     state = restored._replace(trainable=restored.model_arrays[0], ema=None)
     log(f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {rules.shape}")
     return TrainedRun(folder, config, spec, built, state, log)
-
-
-def _fitted(
-    config: RunConfig, devices: list[jax.Device], mesh: MeshConfig | None
-) -> tuple[RunConfig, Rules, ModelSpec]:
-    """Returns the run's config with a mesh and a batch that fit these devices.
-
-    Raises:
-      ConfigError: none does; the faults are those of the last mesh tried.
-    """
-    first = [config.mesh] if config.mesh.pipeline == 1 else []  # one text at a time fills no pipeline
-    meshes = [mesh] if mesh else [*first, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
-    part = config.batch.global_size // config.batch.accumulation
-    rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
-    batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
-
-    def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
-        fitted = dataclasses.replace(config, mesh=mesh, batch=batch)
-        _, rules, spec = validation.validate(fitted, devices, with_data=False)
-        return fitted, rules, spec
-
-    for choice in meshes[:-1]:
-        with contextlib.suppress(ConfigError):
-            return validated(choice)
-    return validated(meshes[-1])
-
-
-def _weights_alone(state: State) -> State:
-    """Returns of an abstract state what the forward pass needs, laid out like the parameters."""
-    if state.ema is None:
-        return state._replace(opt_state=None)
-    average = jax.tree.map(
-        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding), state.ema, state.trainable
-    )
-    return state._replace(trainable=None, opt_state=None, ema=average)
 
 
 @dataclass(frozen=True)
@@ -168,10 +138,11 @@ class TrainedRun:
           ConfigError: its tokens were made elsewhere, or the tokenizer is not the model's.
         """
         data = self.config.data
-        if data.source in ("bin", "megatron") and data.tokenizer == "bytes":
+        if data.source in ("bin", "megatron", "given") and data.tokenizer == "bytes":
+            by_ids = "; or take generate_tokens, whose prompts are ids" if data.source == "given" else ""
             raise ConfigError(
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
-                f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json"
+                f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{by_ids}"
             )
         tokenizer = load_tokenizer(
             data.tokenizer, folder=self.folder, cache=data.cache_folder(), special_tokens=data.special_tokens
@@ -208,6 +179,7 @@ class TrainedRun:
         Raises:
           ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
         """
+        self._check_decodes()
         rows = [self._encode(prompt) for prompt in prompts]
 
         def text_of(number: int, new: np.ndarray) -> str:
@@ -234,10 +206,7 @@ class TrainedRun:
           ImportError: naming the extra that templates need.
         """
         rows = [self._chats.prompt(messages) for messages in conversations]
-        sampling = sampling or SamplingConfig()
-        if not sampling.end_tokens:
-            sampling = dataclasses.replace(sampling, end_tokens=self._chats.end_ids)
-        options = {"sampling": sampling, "max_tokens": max_tokens, "seed": seed}
+        options = {"sampling": self._ending_turns(sampling), "max_tokens": max_tokens, "seed": seed}
         return self._samples(
             rows, lambda number, new: self._answer(rows[number], new), num_samples, **options
         )
@@ -253,6 +222,12 @@ class TrainedRun:
         samples = [Sample(text_of(i // count, answers[i].tokens), *answers[i]) for i in numbers]
         return [samples[i : i + count] for i in numbers[::count]]
 
+    def _ending_turns(self, sampling: SamplingConfig | None) -> SamplingConfig:
+        """Returns the sampling that ends where the assistant's turn does."""
+        sampling = sampling or SamplingConfig()
+        ends = sampling.end_tokens or self._chats.end_ids
+        return dataclasses.replace(sampling, end_tokens=ends)
+
     @functools.cached_property
     def _chats(self) -> ChatEncoder:
         encoder = open_encoder(self.config.data, self.tokenizer, self.folder)
@@ -263,8 +238,24 @@ class TrainedRun:
         return encoder
 
     def _check_decodes(self) -> None:
-        if not hasattr(self.config.model_class, "decode"):
-            raise ConfigError(f"model.target={self.config.model['target']} has no decode method")
+        if not hasattr(self.spec.model_class, "decode"):
+            raise ConfigError(f"the model {self.spec.model_class.__name__} has no decode method")
+
+    def generate_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+    ) -> list[Generation]:
+        """Returns the ids that follow each prompt of ids: `generate` for a model whose tokens are your own.
+
+        Raises:
+          ConfigError: the model has no decode method; as `generate`.
+        """
+        weights, sampling = self.state.model_arrays, sampling or SamplingConfig()
+        return self._generate(weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
 
     def _continued(
         self, rows: list[np.ndarray], samples: Sequence[int], sampling: SamplingConfig | None, **options: Any
@@ -314,7 +305,7 @@ class TrainedRun:
             done += size
             for i, answer in zip(tuple(running), answers, strict=True):
                 new[i] = np.concatenate([new[i], answer.tokens])
-                texts[i], stopped = _until(self._answer(rows[i], new[i]), stops)
+                texts[i], stopped = until_stop(self._answer(rows[i], new[i]), stops)
                 if stopped or answer.ended or done == most:
                     running.remove(i)
             size *= 2
@@ -325,6 +316,24 @@ class TrainedRun:
         if set(ids[1:].tolist()).isdisjoint(self.tokenizer.special_tokens):
             return self._decode(ids, new)
         return prompt + self._answer(ids, new)
+
+    def stream(
+        self, prompt: str | Messages, *, max_tokens: int, sampling: SamplingConfig | None = None, seed: int
+    ) -> Iterator[str]:
+        """Yields what `generate` (of a text) or `chat` (of messages) gives, some tokens at a time."""
+        if isinstance(prompt, str):
+            ids = self._encode(prompt)
+        else:
+            ids, sampling = self._chats.prompt(prompt), self._ending_turns(sampling)
+        new, shown, ended = np.zeros(0, np.int32), "", False
+        while not ended:
+            begun, size = [np.concatenate([ids, new])], min(_STREAMED, max_tokens - new.size)
+            (answer,) = self._continued(begun, [0], sampling, max_tokens=size, seed=seed)
+            new = np.concatenate([new, answer.tokens])
+            text, ended = self._answer(ids, new), answer.ended or new.size >= max_tokens
+            if ended or not text.endswith("\ufffd"):  # half a character is held back
+                yield text[len(shown) :]
+                shown = text
 
     def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
         """Returns the text of new tokens, which may depend on those before: a space, half a character."""
@@ -394,28 +403,37 @@ class TrainedRun:
         ends = self.tokenizer.end_ids
         return self.tokenizer.decode([t for t in (*prompt.tolist(), *new.tolist()) if t not in ends])
 
-    def evaluate(self, *, validation_tokens: int | None = None, watch: Watch | None = None) -> HeldOut:
-        """Returns the exact loss over the run's held-out set.
+    def evaluate(
+        self,
+        data: Mapping[str, Any] | None = None,
+        *,
+        validation_tokens: int | None = None,
+        watch: Watch | None = None,
+    ) -> HeldOut:
+        """Returns the exact loss over the run's held-out set, and the model's own metrics.
 
         Args:
+          data: arrays {entry: [N, ...]} to score instead; a run of `jaxdist.fit` has no others.
           validation_tokens: targets at most, 0 = all; default: the run's data.validation_tokens.
           watch: told of every batch.
 
         Raises:
-          ConfigError: nothing is held out.
+          ConfigError: nothing is held out; data of another kind than the model was trained on.
         """
         config = self.config
+        if data is None and config.data.source == "given":
+            raise ConfigError(
+                "the run's data were given to jaxdist.fit; give some here: evaluate(dict(x=..., ...)), or "
+                "--data FILE.npz"
+            )
+        if data is not None:
+            dataset: Dataset = open_held_out(data, like=config.data.path, size=config.batch.global_size)
+            return held_out(config, self.built, self.state, dataset, watch)
         if validation_tokens is not None:
-            data = dataclasses.replace(config.data, validation_tokens=validation_tokens)
-            config = dataclasses.replace(config, data=data)
+            fewer = dataclasses.replace(config.data, validation_tokens=validation_tokens)
+            config = dataclasses.replace(config, data=fewer)
         dataset = build.open_data(config, self.folder, self.log)
-        total = dataset.num_validation_batches(config.batch.global_size)
-        shardings = build.batch_shardings(config, self.built)
-        with build.open_loader(config, shardings, dataset, "validation") as loader:
-            result = evaluation.evaluate(self.built.evaluate, self.state, _watched(loader, total, watch))
-        per_token = dataset.validation_bytes_per_token
-        bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
-        return HeldOut(int(self.state.step), *result, result.perplexity, bits_per_byte, per_token)
+        return held_out(config, self.built, self.state, dataset, watch)
 
 
 def _text(text: str) -> str:
@@ -423,16 +441,3 @@ def _text(text: str) -> str:
     if is_text(text):
         return text
     raise ConfigError(f"the prompt {text[:80]!r} is not UTF-8 text; give its characters as UTF-8")
-
-
-def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Returns the text before the first stop in it, and whether there was one."""
-    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text, bool(ends)
-
-
-def _watched(batches: Loader, total: int, watch: Watch | None) -> Iterator[DeviceBatch]:
-    for number, batch in enumerate(batches, 1):
-        if watch:
-            watch(number, total)
-        yield batch

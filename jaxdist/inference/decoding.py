@@ -260,3 +260,9 @@ def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.A
     """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
     specs = [rules.activation(("batch", None)[: x.ndim], x.shape) for x in arrays]
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Returns the text before the first stop in it, and whether there was one."""
+    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text, bool(ends)

@@ -13,6 +13,7 @@ from jaxdist.models.transformer import TransformerConfig
 from jaxdist.storage.untrusted import Malformed, read_json
 
 CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULTS = vars(TransformerConfig())
 TRAINING = ("dropout", "z_loss", "loss_chunk", "init_std", "zero_init_outputs")  # no matter for logits
 # Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout), other heads.
@@ -48,12 +49,22 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     try:
         config = read_json(path, dict)
     except FileNotFoundError:
-        raise ConfigError(f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote") from None
+        raise ConfigError(_absence(folder)) from None
     except Malformed as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
         return {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
     return config
+
+
+def _absence(folder: Path | str) -> str:
+    """Returns what to say where no config.json is; a name of a hub is told as such."""
+    if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
+        return (
+            f"{folder}: no such folder here; if it is a model of the Hugging Face hub, nothing is downloaded "
+            f"unasked: hf download {folder} --local-dir models/{Path(folder).name}, then give that folder"
+        )
+    return f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote"
 
 
 def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:

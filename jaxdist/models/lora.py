@@ -59,7 +59,7 @@ class LoraConfig:
         if self.dropout and not self.rank:
             yield f"lora.dropout={self.dropout}: needs adapters to train; set lora.rank"
         if self.base != "none" and find_spec("qwix") is None:
-            yield f'lora.base={self.base} needs qwix: pip install "jaxdist[lora]"'
+            yield f"lora.base={self.base} needs qwix: {extras.install_command('lora')}"
 
 
 class LoraKernel(nnx.Module):

@@ -26,12 +26,34 @@ def is_installed(target: str) -> bool:
     return not _is_file(module_name) and module_name.partition(".")[0] == __name__.partition(".")[0]
 
 
+_FOREIGN = {  # modules of other libraries: what one is, and the way to NNX
+    "flax.linen": ("a flax linen module", "wrap linen by nnx.bridge.ToNNX"),
+    "equinox": ("an equinox module", "hold its arrays in nnx.Param"),
+    "torch.nn": ("a PyTorch module", "write it in NNX; weights of known families are read by convert"),
+}
+
+
+def foreign_fault(model: object) -> str:
+    """Returns what to say of a module, or a class of modules, of a library other than NNX; "" of all else."""
+    kind = model if isinstance(model, type) else type(model)
+    for base in kind.__mro__:
+        for library, (what, cure) in _FOREIGN.items():
+            if f"{base.__module__}.".startswith(f"{library}."):
+                return (
+                    f"{kind.__name__} is {what}, and jaxdist takes flax NNX; {cure}: see "
+                    f"docs/your-own-model.md, Modules of other libraries"
+                )
+    return ""
+
+
 class UserModel(nnx.Module):
     """Stands in a config for a model that was given to `jaxdist.fit`: only there it can be made."""
 
     def __init__(self, name: str, *, rngs: nnx.Rngs):
         raise ConfigError(
-            f"the model {name} was given to jaxdist.fit: use what fit returns, or call it again"
+            f"the model {name} was given to jaxdist.fit, and only its maker can make it again: give it here, "
+            f"too, load_run(folder, model=...), or --config.model.target=FILE.py:NAME, a class or a function "
+            f"of rngs"
         )
 
 
@@ -140,22 +162,46 @@ def find_model(target: str) -> type[nnx.Module]:
       ConfigError: no such module or class, or it is not an nnx.Module.
     """
     module_name, class_name = _split(target)
-    by_path = _is_file(module_name)
-    try:
-        if not (by_path or is_installed(target)):
-            _look_here()
-        module = _module_of(module_name) if by_path else importlib.import_module(module_name)
-    except (ImportError, OSError) as error:
-        hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
-        raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
+    module = _import(target)
     model = getattr(module, class_name, None)
     if not (isinstance(model, type) and issubclass(model, nnx.Module)):
+        if fault := foreign_fault(model):
+            raise ConfigError(f"model.target={target!r}: {fault}")
         models = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, nnx.Module)]
         raise ConfigError(
             f"model.target={target!r}: {module_name} has no nnx.Module {class_name!r}."
             f"{suggest(class_name, models)}"
         )
     return model
+
+
+def find_maker(target: str, folder: Path) -> Any:
+    """Returns what makes a model given to `jaxdist.fit`, by its name: a class, or a function of rngs.
+
+    Args:
+      folder: of the run, whose files are never executed.
+
+    Raises:
+      ConfigError: no such name, or nothing that can be called.
+    """
+    refuse_inside(target, folder)
+    module, name = _import(target), _split(target)[1]
+    if not callable(maker := getattr(module, name, None)):
+        raise ConfigError(f"model.target={target!r}: {module.__name__} has no class or function {name!r}")
+    return maker
+
+
+def _import(target: str) -> ModuleType:
+    """Returns a target's module, executed; raises ConfigError if it cannot be."""
+    module_name, _ = _split(target)
+    by_path = _is_file(module_name)
+    try:
+        if not (by_path or is_installed(target)):
+            _look_here()
+        return _module_of(module_name) if by_path else importlib.import_module(module_name)
+    except (ImportError, OSError) as error:
+        hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
+        raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
 
 
 def _known_as(module_name: str) -> str:

@@ -7,6 +7,8 @@ A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are 
 all have the same parameters, and a block reads its own kind, a Python string, in `info.kind`.
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 
+Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see `as_metrics`.
+
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
 `flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
 the most tokens of a sequence or None; `tiny(sequence_length)`, the values that change in a tiny variant;
@@ -256,6 +258,35 @@ def as_loss(value: Any, batch: Batch) -> Loss:
             f"of the objective, and one of sums for update(self, stats)"
         )
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+
+
+def has_metrics(model_class: type) -> bool:
+    """Returns whether a model has a method `metrics` (an attribute of that name is its own affair)."""
+    return inspect.isfunction(getattr(model_class, "metrics", None))
+
+
+def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns what a model's `metrics(batch)` gave as name -> (sum, what to divide it by), float32.
+
+    Args:
+      value: name -> scalar sum over the batch, divided by the loss's count; or -> (sum, count).
+      count: of the loss.
+
+    Raises:
+      ConfigError: it is something else, or takes a name that an evaluation has already.
+    """
+    pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
+    for name, given in value.items() if isinstance(value, Mapping) else [("", value)]:
+        pair = given if isinstance(given, (tuple, list)) else (given, count)
+        if not isinstance(value, Mapping) or len(pair) != 2 or not all(map(_is_scalar, pair)):
+            raise ConfigError(
+                f"metrics(batch) returned {_shapes(value)}; required: a dict of scalar sums, or of pairs "
+                f"(sum, count)"
+            )
+        pairs[str(name)] = jnp.asarray(pair[0], jnp.float32), jnp.asarray(pair[1], jnp.float32)
+    if taken := sorted({"loss", "tokens"} & pairs.keys()):
+        raise ConfigError(f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it")
+    return pairs
 
 
 def _has_sums(loss: Loss) -> bool:

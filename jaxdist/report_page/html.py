@@ -100,7 +100,9 @@ def _charts(runs: Sequence[RunSummary]) -> str:
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
     extra = {field for run in runs for row in run.rows.train for field in row if "/" in field}
-    rows = [*_FIELDS, *((field, field, "", 1.0, "") for field in sorted(extra))]
+    counted = "Samples" if all(run.unit == "samples" for run in runs) else "Tokens"
+    known_rows = [(row[0], row[1].replace("Tokens", counted), *row[2:]) for row in _FIELDS]
+    rows = [*known_rows, *((field, field, "", 1.0, "") for field in sorted(extra))]
     cards = _loss_card(runs) + "".join(_field_card(runs, *row) for row in rows)
     note = '<p class="soft">MFU: unknown, the peak of this device is not in the chip table.</p>'
     known = any(run.column("mfu_causal") for run in runs)

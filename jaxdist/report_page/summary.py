@@ -34,6 +34,11 @@ class RunSummary:
     plan: str  # plan.txt
     unreadable: Sequence[str]  # what of its files could not be read, a line each
 
+    @property
+    def unit(self) -> str:
+        """What the run counts: "tokens", or "samples" of a model without tokens."""
+        return "samples" if self.info.get("unit") == "samples" else "tokens"
+
     def column(self, field: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the rows that have the field as a number (NaN included)."""
         rows = self.rows.evaluation if field == "eval_loss" else self.rows.train
@@ -163,6 +168,8 @@ def figures(run: RunSummary) -> dict[str, str]:
     parameters = number(run.info.get("parameters"))
     last, median = operator.itemgetter(-1), statistics.median
 
+    unit = run.unit
+
     def text(of: Callable[[list[float]], float], field: str, show: Callable[[float], str]) -> str:
         values = [value for _, value in run.column(field)]
         return show(of(values)) if values else ""
@@ -171,9 +178,9 @@ def figures(run: RunSummary) -> dict[str, str]:
         "last loss": text(last, "loss", "{:.4f}".format),
         "best evaluation loss": f"{min(evaluated):.4f}" if evaluated else "",
         "steps": text(last, "step", "{:,.0f}".format),
-        "tokens seen": text(last, "tokens_seen", count_text),
+        f"{unit} seen": text(last, "tokens_seen", count_text),
         "parameters": "" if parameters is None else count_text(parameters),
-        "tokens/s, median": text(median, "tokens_per_s", count_text),
+        f"{unit}/s, median": text(median, "tokens_per_s", count_text),
         "step time, median": text(median, "step_time_s", time_text),
         "MFU causal, median": text(median, "mfu_causal", percent_text),
         "MFU full, median": text(median, "mfu_full", percent_text),

@@ -169,6 +169,14 @@ class SkippingDataset(Dataset):
         """Returns rows of the global batch after `step` updates, see Dataset."""
         return self._whole.train_batch(self.position(step), global_size, rows)
 
+    def reader_state(self, step: int) -> Any:
+        """Returns that of the whole dataset, where `step` stands in it."""
+        return self._whole.reader_state(self.position(step))
+
+    def go_to(self, step: int, state: Any) -> str:
+        """Tells the whole dataset that `step` comes next."""
+        return self._whole.go_to(self.position(step), state)
+
     def without(self, first_step: int, last_step: int) -> SkippingDataset:
         """Returns the dataset that also leaves out what these updates took."""
         window = [self.position(first_step - 1), self.position(last_step - 1) + 1]

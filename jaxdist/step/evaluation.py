@@ -11,7 +11,9 @@ import jax
 _IN_FLIGHT = 4
 
 Tree = Any
-Evaluate = Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
+# Loss sum, its count, and name -> (sum, count) of what else is evaluated.
+LossSums = tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
+Evaluate = Callable[[Any, Mapping[str, jax.Array]], LossSums]
 
 
 class Evaluation(NamedTuple):
@@ -19,6 +21,13 @@ class Evaluation(NamedTuple):
 
     loss: float  # nats per weighted target
     tokens: int | float  # the targets' weights added up: their number, where each weighs 1
+    metrics: dict[str, float] = {}  # means by name: the model's own, and "aux/NAME" of its loss
+
+    @property
+    def row(self) -> dict[str, float]:
+        """The fields of an evaluation row of metrics.jsonl."""
+        others = {f"eval_{name}": value for name, value in self.metrics.items()}
+        return {"eval_loss": self.loss, "eval_tokens": self.tokens, **others}
 
     @property
     def perplexity(self) -> float:
@@ -38,17 +47,24 @@ def evaluate(evaluate_fn: Evaluate, state: Any, batches: Iterable[Mapping]) -> E
     result is read a few batches later.
 
     Args:
-      evaluate_fn: `TrainStep.evaluate`: (state, batch) -> (loss sum, count), deterministic.
+      evaluate_fn: `TrainStep.evaluate`, deterministic.
       batches: device batches; every token once.
 
     Raises:
       ValueError: no target has a weight.
     """
     sums = list(read_behind(evaluate_fn(state, batch) for batch in batches))
-    total, count = (math.fsum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
+    total, count = (math.fsum(x[i] for x in sums) for i in (0, 1))
     if count == 0:
         raise ValueError("the evaluation set has no target with a weight; give it at least one")
-    return Evaluation(total / count, int(count) if count == int(count) else count)
+    metrics = {name: _mean(others[name] for *_, others in sums) for name in sums[0][2]}
+    return Evaluation(total / count, int(count) if count == int(count) else count, metrics)
+
+
+def _mean(sums: Iterable[tuple[float, float]]) -> float:
+    """Returns the mean of (sum, count) pairs; NaN where nothing is counted."""
+    total, count = map(math.fsum, zip(*sums, strict=True))
+    return total / count if count else math.nan
 
 
 def read_behind(results: Iterable[Tree]) -> Iterator[Tree]:

@@ -41,7 +41,7 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
         own_key = key  # of the model's own random streams: the parts of a step draw different ones
         if key is not None and spec.streams and "sample" in batch:
             own_key = jax.random.fold_in(key, batch["sample"][0])
-        model = _assembled(spec, compute, trainable, model_state, frozen, own_key)
+        model = assembled(spec, compute, trainable, model_state, frozen, own_key)
         if spec.staged:
             loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
         else:
@@ -69,7 +69,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
             trained, frozen = part.trained, part.frozen
             if not spec.casts_itself:
                 trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
-            return _assembled(spec, compute, trained, part.model_state, frozen, key)
+            return assembled(spec, compute, trained, part.model_state, frozen, key)
 
         parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
         params, pipeline = StageParams(trainable, frozen, model_state), Pipeline(cut, program, assemble)
@@ -93,7 +93,7 @@ def _with_whole_edges(tree: Tree) -> Tree:
     }
 
 
-def _assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
+def assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
     """Returns the model, its parameters (not its state) in the compute dtype unless it casts them itself."""
     if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)

@@ -9,9 +9,10 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxdist.config import ConfigError, trees
-from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
+from jaxdist.protocols.model import Batch, Loss, as_loss, as_metrics, has_metrics, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
+METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
 REQUIRED = "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 
 
@@ -26,6 +27,12 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
             inspect.signature(loss).bind("self", "batch", "key")
         except TypeError as error:
             yield f"{name}.loss{inspect.signature(loss)}: {error}; required: {REQUIRED}"
+    if has_metrics(spec.model_class):
+        metrics: Any = spec.model_class.metrics  # type: ignore[attr-defined]
+        try:
+            inspect.signature(metrics).bind("self", "batch")
+        except TypeError as error:
+            yield f"{name}.metrics{inspect.signature(metrics)}: {error}; required: {METRICS}"
     if stages > 1 and spec.streams:
         where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
         yield (
@@ -46,12 +53,15 @@ def check_model(
     """
     if causes := list(faults(spec, stages=stages)):
         return causes
+    part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
     try:
         stats, changed = _trace(spec, batch)
+        part = "metrics(batch)"
+        _trace_metrics(spec, batch)
     except ConfigError as error:
         return list(error.faults)
     except Exception as error:  # anything may happen in a model's code
-        return [_blame(spec, batch, error)]
+        return [_blame(spec, part, batch, error)]
     name = spec.model_class.__name__
     if stats and not callable(getattr(spec.model_class, "update", None)):
         causes.append(
@@ -117,7 +127,17 @@ def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
     return None if isinstance(var, Literal) else var
 
 
-def _blame(spec: ModelSpec, batch: Batch, error: Exception) -> str:
+def _trace_metrics(spec: ModelSpec, batch: Batch) -> None:
+    """Raises ConfigError if the model's `metrics`, where it has them, are none."""
+
+    def run(parts: tuple[Tree, Tree, Tree], batch: Batch) -> Any:
+        return as_metrics(spec.assemble(*parts).metrics(batch), jax.numpy.float32(1))
+
+    if has_metrics(spec.model_class):
+        jax.eval_shape(run, (spec.trainable, spec.model_state, spec.frozen), batch)
+
+
+def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
     """Returns what a model's code stumbled over, where, and what it was given."""
     name = spec.model_class.__name__
     given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
@@ -126,5 +146,4 @@ def _blame(spec: ModelSpec, batch: Batch, error: Exception) -> str:
     what = " ".join(str(error).split())[:300]
     if isinstance(error, KeyError):
         what = f"the batch has no {what}"
-    parts = "embed, blocks and head" if spec.staged else "loss(batch, key)"
-    return f"{name}: {parts} failed{where}: {type(error).__name__}: {what}; the batch was {{{given}}}"
+    return f"{name}: {part} failed{where}: {type(error).__name__}: {what}; the batch was {{{given}}}"

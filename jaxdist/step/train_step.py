@@ -21,10 +21,11 @@ from jaxdist.parallel import execution, placement
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.model import Batch
+from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step import model_checks
-from jaxdist.step.gradients import Objective, build_objective, build_pipelined, sum_gradients
+from jaxdist.step.evaluation import LossSums
+from jaxdist.step.gradients import Objective, assembled, build_objective, build_pipelined, sum_gradients
 from jaxdist.step.state import Metrics, OptState, State
 from jaxdist.step.update import UpdateRule, apply_stats, build_update_rule
 
@@ -53,7 +54,7 @@ class TrainStep:
     step: Any  # (State, Batch) -> (State, Metrics); the state is donated
     init: Any  # ({path: value} of parameters that begin with values = {}, layers flat) -> State
     inspect: Any  # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
-    evaluate: Any  # (State, Batch) -> (loss sum, count), deterministic
+    evaluate: Any  # (State, Batch) -> evaluation.LossSums, deterministic
     abstract_state: State  # ShapeDtypeStructs with their shardings
     shardings: State
     views: CheckpointViews
@@ -79,7 +80,8 @@ class CheckpointViews(NamedTuple):
     """The state as checkpoints have it, layers flat; without a pipeline the state itself."""
 
     flat: Any  # State -> State
-    staged: Any  # flat State -> State
+    staged: Any  # flat State -> State; its buffers are taken
+    staged_weights: Any  # flat State without optimizer state and average -> State, to evaluate
     abstract: State  # flat, ShapeDtypeStructs with their shardings
 
 
@@ -130,7 +132,7 @@ def build_train_step(
             compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
         ),
         inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
-        evaluate=jax.jit(_build_evaluate(loss_of, mesh, rules, config)),
+        evaluate=jax.jit(_build_evaluate(spec, loss_of, mesh, rules, config)),
         abstract_state=jax.tree.map(_with_sharding, abstract, shardings),
         shardings=shardings,
         views=_views(cut, abstract, shardings),
@@ -160,12 +162,21 @@ def _build_inspect(
 
 
 def _build_evaluate(
-    loss_of: Objective, mesh: Mesh, rules: Rules, config: StepConfig
-) -> Callable[[State, Batch], tuple[jax.Array, jax.Array]]:
-    def evaluate(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    spec: ModelSpec, loss_of: Objective, mesh: Mesh, rules: Rules, config: StepConfig
+) -> Callable[[State, Batch], LossSums]:
+    """Returns the function `TrainStep.evaluate`; `spec` is that without stages."""
+    cut, measures = config.staging, has_metrics(spec.model_class)
+
+    def evaluate(state: State, batch: Batch) -> LossSums:
+        arrays = state.model_arrays
         with execution.activate(mesh, rules, compute=config.compute):
-            _, (loss, _) = loss_of(*state.model_arrays, batch, None)
-        return loss.sum, loss.count
+            _, (loss, _) = loss_of(*arrays, batch, None)
+            others = {f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()}
+            if measures:
+                parts = [*map(cut.flat, arrays)] if cut else [*arrays]
+                model = assembled(spec, config.compute, parts[0], parts[1], parts[2], None)
+                others |= as_metrics(model.metrics(batch), loss.count)
+        return loss.sum, loss.count, others
 
     return evaluate
 
@@ -246,7 +257,7 @@ def _state_shardings(spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules)
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:
     if cut is None:
         same = jax.tree.map(_with_sharding, abstract, shardings)
-        return CheckpointViews(lambda state: state, lambda state: state, same)
+        return CheckpointViews(*(3 * (lambda state: state,)), abstract=same)
     shapes = jax.eval_shape(cut.flat, abstract)
     whole_stages = cut.num_layers % cut.stages == 0
 
@@ -259,6 +270,7 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
     return CheckpointViews(
         jax.jit(cut.flat, out_shardings=flat),
         jax.jit(cut.staged, out_shardings=shardings, donate_argnums=0),
+        jax.jit(cut.staged, out_shardings=shardings._replace(opt_state=None, ema=None)),
         jax.tree.map(_with_sharding, shapes, flat),
     )
 

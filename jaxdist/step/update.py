@@ -1,5 +1,6 @@
 """One optimizer update: clipping, rate, skipped steps and the moving average."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -48,6 +49,7 @@ class UpdateRule:
             "tokens": _count_tokens(batch, norm),
             "skipped": skipped,
             **{f"aux/{name}": value / count for name, value in loss.aux.items()},
+            **_stats_metrics(loss.stats),
         }
         after = State(
             state.step + 1,
@@ -65,10 +67,12 @@ class UpdateRule:
         scale = jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count if self.clip else 1 / count
         gradients = _as_state(jax.tree.map(lambda g: g * scale, sums.gradients), self.names)
         updates, moments = self.transform.update(gradients, state.opt_state.optimizer, state.trainable)
-        # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
-        rate = self.schedule(state.step) if self.schedule else None
         updates = _as_state(updates, self.names)
-        return updates if rate is None else jax.tree.map(lambda u: u * rate, updates), rate, moments
+        if self.schedule is None:
+            return updates, _stored_rate(moments), moments
+        # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
+        rate = self.schedule(state.step)
+        return jax.tree.map(lambda u: u * rate, updates), rate, moments
 
 
 def build_update_rule(
@@ -90,6 +94,25 @@ def build_update_rule(
     # The rate is applied by the step: see `UpdateRule._updates`.
     transform = build_optimizer(optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names)
     return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names)
+
+
+def _stored_rate(moments: Tree) -> jax.Array | None:
+    """Returns the learning rate that a transformation of optax keeps in its state (inject_hyperparams).
+
+    None where it keeps none, as most do, or several.
+    """
+    named = (x for _, x in optax.tree.get_all_with_path(moments, "learning_rate"))
+    kept = [x for x in named if isinstance(x, jax.Array) and x.ndim == 0]
+    return kept[0] if len(kept) == 1 else None
+
+
+def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the step's stats as scalars: a sum as it is, of several (of each layer, say) three figures."""
+    metrics: dict[str, jax.Array] = {}
+    for name, x in stats.items():
+        figures = {"": x} if x.ndim == 0 else {"/mean": x.mean(), "/min": x.min(), "/max": x.max()}
+        metrics |= {f"stats/{name}{end}": value for end, value in figures.items()}
+    return metrics
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live block on a terminal, steady plain lines elsewhere.
+"""What a run shows while it runs: a live block on a terminal or in a notebook, steady plain lines elsewhere.
 
 Only this module imports rich. Off a terminal rich's Live prints nothing but its last frame, so
 plain lines are printed there instead. The loop only stores numbers here; a thread of rich redraws
@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
@@ -46,6 +47,7 @@ class Display:
         total_steps: int,
         first_step: int = 0,
         max_seconds: float | None = None,
+        unit: str = "tokens",
         enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -56,14 +58,17 @@ class Display:
           total_steps: the step at which the run ends.
           first_step: updates finished before this run (the restored step).
           max_seconds: wall-clock limit of this run (train.max_minutes), None = none.
+          unit: what a run counts: tokens, or samples.
           enabled: True on process 0 only; False shows nothing.
           console: rich console, default standard output.
           clock: monotonic seconds.
         """
-        self._total = total_steps
+        self._total, self._unit = total_steps, unit
         self._step = first_step
         self._max_seconds = max_seconds
-        self._console = console or Console(highlight=False)
+        cell = None if console or not enabled else output_of_cell()
+        self._block = NotebookBlock(cell, clock) if cell else None
+        self._console = console or Console(highlight=False, force_jupyter=False)
         self._console.quiet = not enabled
         self._clock = clock
         self._begin = clock()
@@ -76,7 +81,7 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> "Display":
-        if self._console.is_terminal and not self._console.quiet:
+        if self._block is None and self._console.is_terminal and not self._console.quiet:
             self._live = Live(
                 get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S
             )
@@ -89,6 +94,8 @@ class Display:
         self._status = ""
         if self._live is not None:
             self._live.stop()
+        elif self._block is not None:
+            self._draw(last=True)
         elif self._held_back:
             self.note(self._held_back)
 
@@ -105,9 +112,12 @@ class Display:
         """Shows a metrics row (fields of metrics.jsonl; missing or None ones are left out)."""
         self.step(step)
         self._row = values
-        if self._live is not None:
+        if self._block is not None:
+            self._block.add(step, values.get("loss"))
+            self._draw()
+        if self._live is not None or self._block is not None:
             return
-        parts = [f"{name} {text}" for name, text in _metrics_text(values)]
+        parts = [f"{name} {text}" for name, text in self._metrics_text(values)]
         head = f"step {step}/{self._total} ({100 * self._fraction():.1f} %)"
         self._held_back = "  ".join([head, *parts, self._eta_text()])
         if self._clock() >= self._line_due or step >= self._total:
@@ -116,9 +126,22 @@ class Display:
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
         """Shows an evaluation row; always prints a line, so that it stays on the screen."""
-        shown = _metrics_text(values)
-        self._evaluation = [(name, f"{text} @ {step}") for name, text in shown[:1]]
-        self.note("  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)]))
+        shown = self._metrics_text(values)
+        self._evaluation = [
+            (name, f"{text} @ {step}") for name, text in shown if name != f"eval {self._unit}"
+        ]
+        if self._block is not None:
+            self._block.add(step, values.get("eval_loss"), evaluation=True)
+            self._draw()
+        else:
+            self.note("  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)]))
+
+    def _draw(self, *, last: bool = False) -> None:
+        """Redraws a notebook's block."""
+        head = f"step {self._step:,} / {self._total:,} ({100 * self._fraction():.1f} %)"
+        head += "" if last else f" · {self._eta_text()}"
+        assert self._block is not None
+        self._block.draw(head, self._metrics_text(self._row) + self._evaluation, last=last)
 
     def note(self, text: str) -> None:
         """Prints one line (above the live block); a log's full disk does not stop the run."""
@@ -150,24 +173,30 @@ class Display:
             Text(f"{100 * self._fraction():5.1f} %"),
             Text(f"{duration_text(self._clock() - self._begin)} elapsed · {self._eta_text()}", style="dim"),
         )
-        shown = _metrics_text(self._row) + self._evaluation
+        shown = self._metrics_text(self._row) + self._evaluation
         numbers = Table.grid(padding=(0, 3))
         numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
         numbers.add_row(*(Text(text, style="bold") for _, text in shown))
         return Group(progress, numbers) if shown else Group(progress)
 
+    def _metrics_text(self, values: Mapping[str, object]) -> list[tuple[str, str]]:
+        """Returns (label, text with unit) for the fields that a reader follows, in reading order."""
+        own = [(n, n.replace("eval_", "eval ", 1), _number) for n in values if n.startswith(_OWN)]
+        of_model = [row for row in own if row[0] not in _KNOWN]
+        return [
+            (label.replace("tokens", self._unit), show(float(value)))
+            for field, label, show in (*_SHOWN[:2], *of_model, *_SHOWN[2:])
+            if isinstance(value := values.get(field), SupportsFloat)  # None: unknown, left out
+        ]
 
-def _metrics_text(values: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Returns (label, text with unit) for the fields that a reader follows, in reading order."""
-    return [
-        (label, show(float(value)))
-        for field, label, show in _SHOWN
-        if isinstance(value := values.get(field), SupportsFloat)  # None: unknown, left out
-    ]
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3e}"
 
 
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", "{:.4f}".format),
+    ("eval_loss", "eval loss", "{:.4f}".format),
     ("learning_rate", "lr", "{:.2e}".format),
     ("grad_norm", "grad norm", "{:.3f}".format),
     ("tokens_per_s", "tokens/s", count_text),
@@ -175,6 +204,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step_time_s", "step", time_text),
     ("data_wait_s", "data wait", time_text),
     ("tokens_seen", "tokens", count_text),
-    ("eval_loss", "eval loss", "{:.4f}".format),
     ("eval_tokens", "eval tokens", count_text),
 )
+_OWN = ("aux/", "eval_")  # how the names begin of what a model itself says, beside its loss
+_KNOWN = {field for field, *_ in _SHOWN}

@@ -131,6 +131,12 @@ def targets_per_sample(run: RunConfig) -> int:
     return math.prod(sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0])
 
 
+def unit(run: RunConfig) -> str:
+    """Returns what a run counts: "tokens", or "samples" where a sample has no targets of its own."""
+    dims, _ = sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))
+    return "tokens" if dims else "samples"
+
+
 def counts(run: RunConfig, spec: ModelSpec) -> str:
     """Returns how many parameters there are, and how many of them are trained."""
     return adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts

@@ -171,13 +171,17 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-code", action="store_true", help=trusted)
 
 
+def _step(text: str) -> int | str:
+    return text if text == "best" else int(text)
+
+
 class WorkdirParser(Parser):
     """A parser with --workdir, --step and --mesh, for commands that use a trained run."""
 
     def __init__(self, name: str, description: str | None):
         super().__init__(prog=f"jaxdist {name}", description=description)
         self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
-        self.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
+        self.add_argument("--step", type=_step, help="checkpoint to read, or best (default: the newest)")
         self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
         named = "of the run, if its model is your own: trusts this code alone"
         self.add_argument("--config.model.target", dest="target", metavar="TARGET", help=named)

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data.user_batches import Batches, open_user_batches
+from jaxdist.data import Dataset
+from jaxdist.data.user_batches import Batches, UserDataset, open_held_out, open_user_batches
 from jaxdist.inference.decoding import Generation, SamplingConfig
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe
 from jaxdist.resilience import preemption
+from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
-from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer import run_config, save_weights, trainer, user_model
 from jaxdist.trainer.build import text_generator
+from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.restore import TrainResult, UserInputs
-from jaxdist.trainer.run_config import Build, RunConfig
-
-Model = nnx.Module | type[nnx.Module] | Build
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.user_model import Model
 
 
 def fit(
@@ -67,7 +66,7 @@ def fit(
       trainer.TrainingStopped: losses stayed non-finite.
       trainer.Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a script ends with 75.
     """
-    build, initial = _builder(model)
+    build, initial = user_model.builder(model)
     dataset, size = open_user_batches(batches, size=batch_size, validation=validation, seed=seed)
     temporary = None if folder else tempfile.TemporaryDirectory(prefix="jaxdist-")
     made = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
@@ -85,19 +84,25 @@ def fit(
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
     outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
-    return _fitted(outcome, workdir, temporary)
+    return _fitted(outcome, dataset, workdir, temporary)
 
 
-def _fitted(outcome: TrainResult, workdir: Path, temporary: Any) -> Fitted:
+def _fitted(outcome: TrainResult, dataset: UserDataset, workdir: Path, temporary: Any) -> Fitted:
     """Returns the trained model, its layers flat; raises Preempted if a signal asked the process to end."""
-    state, stopped = outcome.built.views.flat(outcome.state), outcome.stopped
+    if outcome.stopped and preemption.PROCESS.must_leave:
+        raise preemption.Preempted(outcome.stopped)
+    state, of = outcome.built.views.flat(outcome.state), outcome.config.train.steps
     trained = state._replace(trainable=state.model_arrays[0], opt_state=None, ema=None)
-    outcome = outcome._replace(state=trained)
-    if stopped and temporary:
-        stopped = f"stopped after step {int(state.step)}; without a folder it begins anew"
-    if stopped and preemption.PROCESS.must_leave:
-        raise preemption.Preempted(stopped)
-    return Fitted(workdir, int(state.step), stopped, outcome, temporary)
+    step, stopped = int(state.step), ""
+    if outcome.stopped:
+        onward = "without a folder the next call begins anew"
+        onward = onward if temporary else f"saved in {workdir}: the same call of fit goes on from there"
+        stopped = f"stopped after step {step} of {of} by an interrupt; {onward}"
+        if jax.process_index() == 0:
+            print_safe(stopped)
+    elif outcome.reason:
+        stopped = f"stopped after step {step} of {of}: {outcome.reason}"
+    return Fitted(workdir, step, stopped, outcome._replace(state=trained), dataset, temporary)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,8 +111,9 @@ class Fitted:
 
     folder: Path
     step: int  # updates finished
-    stopped: str  # why it ended early, "" if it did not; then the same call of `fit` goes on
+    stopped: str  # why it ended early, and how to go on; "" if it did not
     outcome: TrainResult  # its state holds flat layers, weights or their average, and no optimizer's
+    dataset: UserDataset
     _temporary: Any  # removes the folder with the last reference to this
 
     @functools.cached_property
@@ -141,37 +147,41 @@ class Fitted:
         weights = outcome.state.model_arrays
         return generate(weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
 
+    def evaluate(self, data: Mapping[str, Any] | None = None) -> HeldOut:
+        """Returns the loss over held-out arrays, and the model's own metrics, as `jaxdist evaluate` does.
+
+        Args:
+          data: {entry: [N, ...]}; default: the `validation` that was given to `fit`.
+
+        Raises:
+          ConfigError: there is none; it holds something else than the batches, or no whole batch.
+        """
+        config, built, state = self.outcome.config, self.outcome.built, self.outcome.state
+        dataset: Dataset = self.dataset
+        if data is None and not dataset.num_validation_tokens:
+            raise ConfigError("evaluate: nothing is held out; give it arrays, or fit its `validation`")
+        if data is not None:
+            dataset = open_held_out(data, like=config.data.path, size=config.batch.global_size)
+        return held_out(config, built, built.views.staged_weights(state), dataset)
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes the trained weights as a workdir of their own, and returns it.
+
+        `load_run(folder, model=...)` and `init.from_run` read it. It has no optimizer's state: what goes on
+        with training is the folder that was given to `fit`.
+
+        Raises:
+          ConfigError: something is there already.
+        """
+        return save_weights.save(self.outcome.config, self.outcome.state, Path(folder))
+
     def __repr__(self) -> str:
         losses = [row["loss"] for row in self.metrics.train]
         last = f", loss {losses[-1]:.4f}" if losses else ""
-        return f"Fitted(step {self.step}{last}, {self.outcome.spec.counts}, {str(self.folder)!r})"
-
-
-def _builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
-    """Returns what makes the model of its rngs, and, if it is made, path -> its values.
-
-    Raises:
-      ConfigError: it is neither a module nor makes one.
-    """
-    if isinstance(model, nnx.Module):
-        graph, *parts = nnx.split(model, nnx.RngState, nnx.Variable, ...)
-        streams, arrays, rest = parts
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        values = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(arrays)}
-
-        def empty(rngs: nnx.Rngs) -> nnx.Module:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return nnx.merge(graph, streams, zeros, rest)
-
-        return empty, {path: np.asarray(x) for path, x in values.items()}
-    if not callable(model):
-        raise ConfigError(f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one")
-    make: Any = model
-    made: Any = make.func if isinstance(make, functools.partial) else make
-    # Of an nnx class, only __init__ says what it takes.
-    says = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
-    by_name = "rngs" in inspect.signature(says).parameters
-    return (lambda rngs: make(rngs=rngs) if by_name else make(rngs)), None
+        step = f"step {self.step}"
+        if self.stopped:
+            step = f"stopped after {step} of {self.outcome.config.train.steps}"
+        return f"Fitted({step}{last}, {self.outcome.spec.counts}, {str(self.folder)!r})"
 
 
 def _optimizer_values(optimizer: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,12 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import build, pretrained, workdir
+from jaxdist.trainer.best import checked_best
 from jaxdist.trainer.run_config import Build, RunConfig
 
 _MAX_BATCHES = 2**62
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
+READER = "data_state"  # in a checkpoint's metadata: the state of a caller's iterator
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Progress:
     step: int = 0  # updates finished
     tokens_seen: int = 0  # targets with weight > 0
     elapsed_s: float = 0.0  # training time, over all restarts
+    best: dict[str, Any] = field(default_factory=dict)  # of the evaluations so far, see `trainer.best`
 
 
 class UserInputs(NamedTuple):
@@ -58,7 +61,8 @@ class TrainResult(NamedTuple):
     spec: ModelSpec
     built: TrainStep
     state: State
-    stopped: str  # why it ended early; "" if it did not
+    stopped: str  # by a signal, and that the run is saved; "" if none ended it
+    reason: str = ""  # why it ended before train.steps without a signal: a hook's reason, the time
 
 
 def init_or_restore(
@@ -95,7 +99,7 @@ def init_or_restore(
                 state = built.init(_placed(inputs.initial, built))
             else:
                 state = pretrained.init_state(config, built, folder, watch, inputs.build)
-            progress, windows = Progress(), []
+            progress, windows, reader = Progress(), [], None
         else:
             watch.at("restore")
             library.result()
@@ -103,11 +107,17 @@ def init_or_restore(
             state = built.views.staged(restored.state)
             progress = progress_of(restored.metadata)
             windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
+            reader = restored.metadata.get(READER)
         watch.at("compile", progress.step)
         compiled.result()
         prepared.result()
         consistency.agree(lambda: {"data left out": windows})
-        return state, progress, SkippingDataset(dataset, windows)
+        skipping = SkippingDataset(dataset, windows)
+        if 0 < progress.step < config.train.steps:
+            line = skipping.go_to(progress.step, reader)
+            if line and jax.process_index() == 0:
+                print(line)
+        return state, progress, skipping
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
 
@@ -118,12 +128,13 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
     Raises:
       Malformed: the metadata is not that of a run in training.
     """
-    stored = of_kind(metadata.get("progress"), dict, "progress")
+    stored = dict(of_kind(metadata.get("progress"), dict, "progress"))
+    best = checked_best(stored.pop("best", {}))
     kinds = {field.name: {int, type(field.default)} for field in fields(Progress)}
     for name, value in stored.items():
         if type(value) not in kinds.get(name, ()) or not 0 <= value < math.inf:
             raise Malformed(f"progress.{name:.40} is {value!r:.40}")
-    return Progress(**stored)
+    return Progress(**stored, best=best)
 
 
 def trained(abstract: Any) -> checkpoints.Wanted:
@@ -151,7 +162,13 @@ def _restore(
     try:
         restored = store.restore(trained(built.views.abstract), back_to)
     except LayoutError as error:
-        raise ConfigError(error.faults) from error
+        if not error.differing:
+            raise ConfigError(error.faults) from error
+        part = "model" if error.is_of_model else "optimizer"
+        raise ConfigError(
+            f"the {part} is another than that of the run in {store.folder}: {error.summary}; give it as it "
+            f"was, or train this one in another folder (init.from_run takes weights that fit)"
+        ) from error
     if workdir.CONFIG_KEY in restored.metadata:
         workdir.check_stored_config(restored.metadata, config, store.folder)
     workdir.check_data(restored.metadata, dataset)

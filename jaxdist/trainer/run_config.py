@@ -39,6 +39,8 @@ class TrainConfig:
     max_minutes: NonNegativeFloat = 0.0  # minutes of training after which the run stops; 0 = no end
     log_every: PositiveInt = 10  # steps between rows of metrics.jsonl
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = never, > 0 also at the end
+    # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that end the run; 0 = any
+    patience: NonNegativeInt = 0
     ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
     tensorboard: bool = False  # also write event files to WORKDIR/tensorboard (extra tensorboard)
     sample_tokens: NonNegativeInt = 0  # tokens of sample text written at the end; 0 = no sample
@@ -127,6 +129,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "train.steps",  # raising it extends the schedule, see `optim.schedules.extend`
     "train.log_every",
     "train.eval_every",
+    "train.patience",
     "train.sample_*",
     "train.tensorboard",
     "train.max_minutes",

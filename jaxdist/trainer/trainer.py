@@ -1,7 +1,7 @@
 """A training run from its first check to its last file: restore or start, step, log, evaluate, save."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from jaxdist.resilience import elastic, preemption
 from jaxdist.resilience.health import Diverged, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
-from jaxdist.step.evaluation import evaluate
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.trainer import build, extension, from_run, pipeline_report, restore, validation, workdir
+from jaxdist.trainer.best import best_rule
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.final_outputs import write_final_outputs
+from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.hooks import Hook, StepView, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig, run_fingerprint
@@ -118,7 +119,7 @@ def train(
             if title:
                 trainer.display.note(title)
             state = trainer.train(state)
-        return TrainResult(config, spec, built, state, trainer.stopped)
+        return TrainResult(config, spec, built, state, trainer.stopped, trainer.reason)
 
 
 def _is_lead() -> bool:
@@ -188,7 +189,8 @@ class Trainer:
     watch: Watchdog
     hooks: Sequence[Hook]
     schedule: ScheduleSteps
-    stopped: str = field(default="", init=False)  # why the run ended early
+    stopped: str = field(default="", init=False)  # by which signal the run ended early
+    reason: str = field(default="", init=False)  # why it ended before train.steps without a signal
 
     def __post_init__(self) -> None:
         train, first_step, lead = self.config.train, self.progress.step, _is_lead()
@@ -200,12 +202,21 @@ class Trainer:
         self.writer = writer = MetricsWriter(self.folder, enabled=lead, views=views)
         left_s = 60 * train.max_minutes - self.progress.elapsed_s if train.max_minutes else None
         self.display = display = Display(
-            total_steps=train.steps, first_step=first_step, max_seconds=left_s, enabled=lead
+            total_steps=train.steps,
+            first_step=first_step,
+            max_seconds=left_s,
+            unit=build.unit(self.config),
+            enabled=lead,
         )
         throughput = workdir.throughput(self.config, self.spec, self.built.mesh)
         self.log = StepLog(self.config, self.progress, writer, display, throughput, self._samples)
         self.saver = Saver(self.store, self.built.views, writer, display, self._checkpoint_metadata)
         self.store.milestones = extension.milestones(self.config, self.schedule)
+        self.best_rule = best_rule(self.config)
+        if self.best_rule:
+            self.best_rule.check(self.config, self.built)
+            if "step" in self.progress.best:
+                self.store.best.append(self.progress.best["step"])
         evaluation = every(train.eval_every, self._evaluate, at_end=True)
         self.hooks = [*self.hooks, evaluation]  # the saver comes after them: it saves what a hook requests
 
@@ -217,6 +228,10 @@ class Trainer:
           SourceError: the data cannot be read.
         """
         train, progress = self.config.train, self.progress
+        if self.best_rule and (reason := self.best_rule.exhausted(progress.best)):
+            self.reason = reason
+            self.display.note(f"{self.folder} stopped at step {progress.step}: {reason}. To go on, raise it.")
+            return state
         if progress.step >= train.steps or 0 < 60 * train.max_minutes <= progress.elapsed_s:
             raised = f"train.max_minutes (now {train.max_minutes:g})"
             if progress.step >= train.steps:
@@ -246,7 +261,10 @@ class Trainer:
             self.stopped = f"stopped after step {progress.step}, saved; run again to go on"
             return state
         skipped = int(state.opt_state.skipped)
-        self.writer.event("stop", progress.step, reason="nonfinite" if skipped else reason)
+        self.reason = reason if progress.step < train.steps else ""
+        self.writer.event("stop", progress.step, reason="nonfinite" if skipped else reason or "finished")
+        if self.reason:
+            self.display.note(f"stopped after step {progress.step} of {train.steps}: {self.reason}")
         self._enter_phase("end", progress.step)
         generate = build.text_generator(self.config, self.spec, self.built)
         flat, tokenizer = self.built.views.flat(state), self.dataset.tokenizer
@@ -293,11 +311,13 @@ class Trainer:
                 self.saver.report()
                 profile.step(number, metrics)
                 reason = self._call_hooks(number, state, metrics, last=number == last)
-                if signals.reached() or reason or self._is_time_up(number):
+                if not reason and self._is_time_up(number):
+                    reason = f"train.max_minutes={self.config.train.max_minutes:g} are over"
+                if signals.reached() or reason:
                     break
             self.log.drain_metrics()
             self._call_hooks(number, state, metrics, last=True, signals=signals)
-        return state, reason or "finished"
+        return state, reason
 
     def _call_hooks(
         self, number: int, state: State, metrics: Metrics, *, last: bool, signals: StopSignals | None = None
@@ -321,13 +341,30 @@ class Trainer:
 
     def _evaluate(self, view: StepView) -> None:
         self.display.status("evaluating")
-        with build.open_loader(self.config, self.shardings, self.dataset, "validation") as batches:
-            watched = self.watch.over(batches, "evaluate", view.step, view.step)
-            result = evaluate(self.built.evaluate, view.state, watched)
-        row = {"eval_loss": result.loss, "eval_tokens": result.tokens}
+        result = score_held_out(
+            self.config,
+            self.built,
+            view.state,
+            self.dataset,
+            shardings=self.shardings,
+            over=lambda batches: self.watch.over(batches, "evaluate", view.step, view.step),
+        )
+        row = result.row
+        self._judge(view, row)
         view.log(view.step, row)
         self.writer.event("evaluate", view.step, **row)
         self.display.evaluation(view.step, row)
+
+    def _judge(self, view: StepView, row: Mapping[str, float]) -> None:
+        """Requests a checkpoint of the best evaluation so far; stops the run where none was for long."""
+        if self.best_rule is None:
+            return
+        best = self.progress.best = self.best_rule.judged(self.progress.best, view.step, row)
+        if self.best_rule.keeps and best.get("step") == view.step:
+            self.store.best.append(view.step)
+            view.save()
+        if reason := self.best_rule.exhausted(best):
+            view.stop(reason)
 
     def _roll_back(self, fault: Diverged) -> State:
         """Returns the state of the last good checkpoint, and leaves out the data since.
@@ -349,6 +386,7 @@ class Trainer:
         vars(self.progress).update(metadata["progress"] | {"elapsed_s": elapsed_s})
         self.log.rewind()
         step, left_out = self.progress.step, self.dataset.windows[-1]
+        self.dataset.go_to(step, metadata.get(restore.READER))
         self.writer.event("restore", step, diverged_at=fault.last, reason=str(fault), left_out=left_out)
         self.display.note(f"{fault}: back to step {step}, batches {left_out} are left out")
         return self.built.views.staged(state)
@@ -357,7 +395,9 @@ class Trainer:
         fingerprints = {"config": run_fingerprint(self.config), "data": self.dataset.fingerprint}
         skipped, stored = {restore.SKIPPED: self.dataset.windows}, workdir.stored_config(self.config)
         stored[extension.SCHEDULE_KEY] = self.schedule.to_json()
-        return {"progress": asdict(progress), "fingerprints": fingerprints, **stored, **skipped}
+        state = self.dataset.reader_state(progress.step)
+        reader = {} if state is None else {restore.READER: state}
+        return {"progress": asdict(progress), "fingerprints": fingerprints, **stored, **skipped, **reader}
 
     def _samples(self, number: int) -> tuple[int, int]:
         """Returns the first and the last global sample index that a step takes."""

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import jax
 
-from jaxdist.config import ConfigError, is_text, schema
+from jaxdist.config import ConfigError, extras, is_text, schema
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
@@ -123,7 +123,11 @@ def _faults(run: RunConfig) -> Iterator[str]:
             f"shorten the sequence"
         )
     if train.tensorboard and find_spec("tensorboardX") is None:
-        yield 'train.tensorboard needs tensorboardX: pip install "jaxdist[tensorboard]"'
+        yield f"train.tensorboard needs tensorboardX: {extras.install_command('tensorboard')}"
+    by_evaluations = {"checkpoint.keep_best": run.checkpoint.keep_best, "train.patience": train.patience}
+    if not train.eval_every and any(by_evaluations.values()):
+        keys = ", ".join(f"{key}={value}" for key, value in by_evaluations.items() if value)
+        yield f"{keys}: evaluations decide, and train.eval_every=0 makes none; set it"
     yield from warmup_faults(run.optimizer, train.steps)
     if run.lora.from_peft and not run.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"

@@ -31,7 +31,7 @@ from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json, extension
-from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample
+from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample, unit
 from jaxdist.trainer.run_config import HARMLESS, RunConfig, known_fingerprints, run_fingerprint
 
 CONFIG, RUN, LOCK = "config.json", extension.RUN, ".lock"
@@ -239,6 +239,7 @@ def describe_run(
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
         extension.SCHEDULE_KEY: schedule.to_json(),
         "parameters": spec.parameter_count,
+        "unit": unit(run),
         "flops_per_token": model_flops(run, spec),
         "sharding": [
             {

@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import re
 import struct
 import tempfile
 import threading
@@ -113,6 +114,51 @@ DAMAGED_PAIRS = {
         "not a Megatron",
     ),
 }
+
+
+GARBLED_INDEXES = {
+    "byte 0: ": lambda index: b"X" + index[1:],
+    "byte 9: version": lambda index: index[:9] + b"\7" + index[10:],
+    "byte 17: type 99 of tokens": lambda index: index[:17] + b"\x63" + index[18:],
+    "byte 18: .* need 4294967": lambda index: index[:26] + struct.pack("<Q", 2**29) + index[34:],
+    "byte 26: no border": lambda index: index[:26] + bytes(8) + index[34:],
+    "it has 20 bytes, its header alone 34": lambda index: index[:20],
+    "byte 86: borders of documents do not rise from 0 to 3": lambda index: index[:78] + b"\xff" + index[79:],
+}
+
+
+@pytest.mark.parametrize("words", GARBLED_INDEXES)
+def test_a_garbled_index_names_the_byte(tmp_path, words):
+    index, ids = megatron([100, 100, 200], IDS.tobytes())
+    fault = refusal(
+        tmp_path, source="megatron", path=write_pair(tmp_path, (GARBLED_INDEXES[words](index), ids))
+    )
+    assert re.search(rf"c\.idx: not a Megatron index; {words}.*Write the pair again", fault), fault
+
+
+def test_an_odd_bin_names_the_byte(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(401))
+    odd = "a.bin: token 200 of uint16 has 1 of its 2 bytes, the file at byte 401: .*; write it again"
+    assert re.search(odd, refusal(tmp_path, source="bin", path=str(tmp_path / "a.bin")))
+    header = np.array([20240520, 1, 500, *[0] * 253], "<i4").tobytes()
+    (tmp_path / "a.bin").write_bytes(header + bytes(400))
+    cut = "a.bin: 500 tokens of uint16 end at byte 2024, the file at byte 1424: it is cut off"
+    assert re.search(cut, refusal(tmp_path, source="bin", path=str(tmp_path / "a.bin")))
+
+
+def test_a_damaged_row_group_of_parquet_is_named(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
+    file = tmp_path / "a.parquet"
+    table = importlib.import_module("pyarrow").table({"text": [f"some text {n} " * 9 for n in range(300)]})
+    parquet.write_table(table, file, row_group_size=100, compression="zstd")
+    column = parquet.ParquetFile(file).metadata.row_group(1).column(0)
+    content, at = bytearray(file.read_bytes()), column.dictionary_page_offset or column.data_page_offset
+    content[at : at + 40] = bytes(40)
+    file.write_bytes(content)
+    fault = refusal(tmp_path, source="parquet", path=str(file))
+    assert re.search(r"a.parquet row group 1, from byte \d+ on: cannot be read .* Mend or replace it", fault)
+    file.write_bytes(b"nothing of the kind")
+    assert "not a parquet file" in refusal(tmp_path, source="parquet", path=str(file))
 
 
 @pytest.mark.parametrize("kind", DAMAGED_PAIRS)

@@ -1,6 +1,7 @@
 """A run taken from its workdir: which weights, on which devices, and the two commands."""
 
 import dataclasses
+import io
 import json
 import math
 
@@ -13,7 +14,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import layout, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
@@ -80,12 +81,12 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     config = tiny_config(trained[0].parent)
     eight, two = jax.devices(), jax.devices()[:2]
     config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    assert trained_run._fitted(config, eight, None)[0].mesh == config.mesh
-    fitted = trained_run._fitted(config, two, None)[0]
+    assert layout.fitted(config, eight, None)[0].mesh == config.mesh
+    fitted = layout.fitted(config, two, None)[0]
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
-    assert trained_run._fitted(odd, two, None)[0].mesh == MeshConfig()
+    assert layout.fitted(odd, two, None)[0].mesh == MeshConfig()
     with pytest.raises(ConfigError, match="mesh"):
         trained_run.load_run(trained[0], mesh=MeshConfig(tensor=3))
 
@@ -294,3 +295,41 @@ def test_a_damaged_checkpoint_is_passed_over(trained, here, tmp_path):
     lines = []
     trained_run.load_run(tmp_path, log=lines.append)
     assert "checkpoint 2 cannot be used" in lines[0]
+
+
+# --- text as it is drawn ---------------------------------------------------------------------------
+
+
+def test_a_stream_is_what_generate_gives_at_once(alone):
+    for prompt, seed in (("the cat ", 5), ("é on", 6)):
+        ((whole,),) = alone.generate([prompt], max_tokens=20, sampling=TOP, seed=seed)
+        parts = list(alone.stream(prompt, max_tokens=20, sampling=TOP, seed=seed))
+        assert prompt + "".join(parts) == whole.text and 1 < len(parts) <= 3
+
+
+def test_prompts_come_from_files_and_from_a_terminal(trained, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text("the cat")
+    flags = ["--workdir", str(trained[0]), "--max-tokens", "9", "--temperature", "0"]
+    assert generate.main([*flags, "--prompt-file", str(tmp_path / "a.txt")]) == 0
+    by_file = capsys.readouterr().out
+    assert generate.main([*flags, "--prompt", "the cat"]) == 0
+    assert capsys.readouterr().out == by_file and by_file.startswith("the cat")
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\nthe cat\n"))
+    assert generate.main([*flags, "--interactive"]) == 0
+    said = capsys.readouterr()
+    answer = by_file.removeprefix("the cat")
+    assert said.out == f"{answer}\n{answer}" and "error: " in said.err  # an empty line is no prompt
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "give --prompt TEXT or --prompt-file FILE"),
+        (["--interactive", "--prompt", "a"], "--interactive reads its prompts: leave out --prompt"),
+        (["--interactive", "--num-samples", "2"], "leave out --num-samples=2"),
+        (["--prompt-file", "/none"], "--prompt-file /none: No such file or directory; give"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(flags, text, capsys):
+    assert cli.exit_code(lambda: generate.main(["--workdir", "none", *flags])) == 78
+    assert text in capsys.readouterr().err

@@ -514,6 +514,7 @@ def test_pickled_weights_are_never_read(folder, shapes):
     refused(folder, shapes, "no model.safetensors")
     (folder / "config.json").unlink()
     refused(folder, shapes, "no config.json there")
+    refused("some-lab/small-7b", shapes, "hf download some-lab/small-7b --local-dir models/small-7b")
 
 
 def test_another_model_than_the_configs_is_refused(shapes):

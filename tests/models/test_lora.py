@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from scipy.stats import norm
 
 from jaxdist import convert, interop, train
-from jaxdist.config import ConfigError, trees
+from jaxdist.config import ConfigError, extras, trees
 from jaxdist.evaluation import trained_run
 from jaxdist.interop import peft
 from jaxdist.models import lora
@@ -191,7 +191,7 @@ def test_without_qwix_a_quantised_base_names_the_extra(monkeypatch):
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     assert not list(LORA.faults())  # adapters alone do without it
     (fault,) = replace(LORA, base="nf4").faults()
-    assert 'pip install "jaxdist[lora]"' in fault
+    assert extras.install_command("lora") in fault
 
 
 class Foreign(nnx.Module):

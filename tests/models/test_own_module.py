@@ -130,7 +130,7 @@ def test_batch_statistics_are_those_of_plain_flax():
                 mine, theirs = state.model_state["norm"][name], getattr(model.norm, name)[...]
                 np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
         model.eval()
-        total, count = built.evaluate(built.init()._replace(**_weights(state)), BATCH)
+        total, count, _ = built.evaluate(built.init()._replace(**_weights(state)), BATCH)
         assert float(total / count) == pytest.approx(float(model.loss(BATCH, None)), rel=1e-5)
     assert abs(state.model_state["norm"]["var"] - 1).max() > 0.01
 

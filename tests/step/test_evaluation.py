@@ -76,14 +76,14 @@ def test_batch_size_and_mesh_do_not_matter():
 
 def row_sums(built, state, row: int) -> tuple[float, float]:
     batch = {name: values[row : row + 1] for name, values in held_out().items()}
-    total, count = built.evaluate(state, batch)
+    total, count, _ = built.evaluate(state, batch)
     return float(total), float(count)
 
 
 def test_sums_are_added_in_double_precision():
     # In float32 the small sums would vanish beside the first.
     sums = [(np.float32(2**25), np.float32(2**24))] + [(np.float32(1), np.float32(1))] * 1001
-    found = evaluate(lambda _, batch: batch, None, sums)
+    found = evaluate(lambda _, batch: (*batch, {}), None, sums)
     assert np.float32(2**24) + np.float32(1) == np.float32(2**24)
     assert found.tokens == 2**24 + 1001
     assert found.loss == (2**25 + 1001) / (2**24 + 1001)
@@ -95,23 +95,23 @@ def test_results_are_read_a_few_batches_late(monkeypatch):
 
     def evaluate_fn(_, batch):
         log.append("given")
-        return 2.0 * batch, 1.0 * batch
+        return 2.0 * batch, 1.0 * batch, {}
 
     found = evaluate(evaluate_fn, None, [1.0] * 9)
-    assert found == (2.0, 9)
+    assert found[:2] == (2.0, 9)
     assert log[:6] == ["given"] * 5 + ["read"]
     assert log.count("read") == log.count("given") == 9
 
 
 def test_fractional_weights_and_units():
-    found = evaluate(lambda *_: (3.0, 2.5), None, [None])
-    assert found == (1.2, 2.5)
+    found = evaluate(lambda *_: (3.0, 2.5, {}), None, [None])
+    assert found[:2] == (1.2, 2.5)
     assert found.perplexity == pytest.approx(math.exp(1.2))
     assert found.bits_per_byte(4.0) == pytest.approx(1.2 / math.log(2) / 4)
-    assert evaluate(lambda *_: (1e6, 1.0), None, [None]).perplexity == math.inf
+    assert evaluate(lambda *_: (1e6, 1.0, {}), None, [None]).perplexity == math.inf
 
 
-@pytest.mark.parametrize("sums", ([], [(0.0, 0.0)]))
+@pytest.mark.parametrize("sums", ([], [(0.0, 0.0, {})]))
 def test_nothing_to_score_is_an_error(sums):
     with pytest.raises(ValueError, match="no target with a weight"):
         evaluate(lambda _, batch: batch, None, sums)

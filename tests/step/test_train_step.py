@@ -55,7 +55,7 @@ def test_the_reference_drops_clips_and_has_unequal_parts(reference):
     built = step_of(ONE, DROPPING, StepConfig(), SGD)
     batch = batch_of(DROPPING)
     start = init_of(ONE, DROPPING, StepConfig(), SGD)()
-    total, count = built.evaluate(start, batch)
+    total, count, _ = built.evaluate(start, batch)
     assert abs(float(total / count) - reference.metrics["loss"]) > 1e-3  # dropout is on
     assert reference.metrics["grad_norm"] > 2 * SGD.clip_norm
     assert len({batch["weights"][part::4].sum() for part in range(4)}) > 1
@@ -132,8 +132,8 @@ def test_the_moving_average_follows_the_parameters_and_is_evaluated():
     assert worst(jax.device_get(state.ema), average) < 1e-6
     assert worst(jax.device_get(state.trainable), average) > 1e-5
     built = step_of(ONE, TINY, config, SGD)
-    total, _ = built.evaluate(state, batch)
-    swapped, _ = built.evaluate(state._replace(ema=jax.tree.map(jnp.copy, state.trainable)), batch)
+    total, *_ = built.evaluate(state, batch)
+    swapped, *_ = built.evaluate(state._replace(ema=jax.tree.map(jnp.copy, state.trainable)), batch)
     assert abs(float(total) - float(swapped)) > 1e-4
 
 

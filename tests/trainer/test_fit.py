@@ -480,7 +480,8 @@ def test_the_notebook_runs(tmp_path):
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     install, *others = ["".join(cell["source"]) for cell in cells]
-    assert cells[0]["metadata"]["tags"] == ["install"] and install.startswith("%pip install")
+    assert cells[0]["metadata"]["tags"] == ["install"] and install.endswith("%pip install -q {SOURCE}")
+    assert install.startswith('SOURCE = ".."')
     others = [re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell for cell in others]
     said = run_script("\n\n".join(others), tmp_path)
     plotted = re.search(r"plotted 60 60 (\S+) (\S+)\nshown", said)
@@ -489,6 +490,38 @@ def test_the_notebook_runs(tmp_path):
     assert "died: the power is gone" in said and "resumed after step 30" in said
     assert "largest difference of a loss: 0.0" in said
     assert said.rstrip().splitlines()[-1] and "    def get" in said.split("largest difference")[1]
+
+
+def test_the_notebook_runs_in_a_kernel_and_its_stop_button_works(tmp_path):
+    """As a user runs it, cell by cell; the cell that trains is stopped once, and run again."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "examples" / "jaxdist_in_colab.ipynb", as_version=4)
+    first = next(i for i, cell in enumerate(notebook.cells) if "steps=60" in cell.source)
+    stopped = nbformat.from_dict(dict(notebook.cells[first]))
+    stopped.source = stopped.source.replace("    batches,\n", "    pressed,\n") + "\nprint('after', run)"
+    press = "if step == 20:\n        os.kill(os.getpid(), 2)"  # as the button does
+    pressed = f"def pressed(step):\n    {press}\n    return batches(step)"
+    notebook.cells.insert(first, stopped)
+    notebook.cells.insert(first, nbformat.v4.new_code_cell(pressed))
+    notebook.cells = [cell for cell in notebook.cells if cell.metadata.get("tags") != ["install"]]
+    os.environ["PYTHONPATH"], before = str(ROOT), os.environ.get("PYTHONPATH", "")
+    try:
+        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    finally:
+        os.environ["PYTHONPATH"] = before
+    said = [
+        "\n".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+    at = next(i for i, text in enumerate(said) if "after Fitted(stopped after step" in text)
+    assert re.search(
+        r"^stopped after step (\d+) of 60 by an interrupt; saved in runs/notebook", said[at], re.M
+    )
+    assert "resumed after step" in said[at + 1] and "Fitted(step 60, loss" in said[at + 1]
+    assert any("largest difference of a loss: 0.0" in text for text in said)
 
 
 def _shows(cell: str) -> bool:

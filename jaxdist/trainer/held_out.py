@@ -1,0 +1,76 @@
+"""The score of a run's model on held-out data, in the run and after it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from jax.sharding import Sharding
+
+from jaxdist.data import Dataset
+from jaxdist.step.evaluation import Evaluation, evaluate
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import build
+from jaxdist.trainer.run_config import RunConfig
+
+
+class HeldOut(NamedTuple):
+    """How well a checkpoint predicts held-out data."""
+
+    step: int  # updates finished
+    loss: float  # nats per target
+    tokens: int | float  # targets scored
+    perplexity: float  # exp(loss)
+    bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown
+    bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the held-out text
+    metrics: dict[str, float] = {}  # means by name: the model's own `metrics`, and "aux/NAME" of its loss
+
+
+def score_held_out(
+    config: RunConfig,
+    built: TrainStep,
+    state: State,
+    dataset: Dataset,
+    *,
+    shardings: Mapping[str, Sharding] | None = None,
+    over: Callable[[Iterable], Iterable] = iter,
+) -> Evaluation:
+    """Returns the sums of `TrainStep.evaluate` over all held-out batches, divided once.
+
+    Args:
+      shardings: of a batch, where they are known; default: `build.batch_shardings`.
+      over: wraps the batches, to tell somebody of each.
+
+    Raises:
+      ConfigError: nothing is held out.
+    """
+    shardings = shardings or build.batch_shardings(config, built)
+    with build.open_loader(config, shardings, dataset, "validation") as batches:
+        return evaluate(built.evaluate, state, over(batches))
+
+
+def held_out(
+    config: RunConfig,
+    built: TrainStep,
+    state: State,
+    dataset: Dataset,
+    watch: Callable[[int, int], None] | None = None,
+) -> HeldOut:
+    """Returns `score_held_out` with what follows from it.
+
+    Args:
+      watch: told of every batch: batches begun, batches in all.
+    """
+    total = dataset.num_validation_batches(config.batch.global_size)
+
+    def over(batches: Iterable) -> Iterable:
+        for number, batch in enumerate(batches, 1):
+            if watch:
+                watch(number, total)
+            yield batch
+
+    result = score_held_out(config, built, state, dataset, over=over)
+    per_token = dataset.validation_bytes_per_token
+    bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
+    step = int(state.step)
+    figures = result.perplexity, bits_per_byte, per_token
+    return HeldOut(step, result.loss, result.tokens, *figures, result.metrics)
