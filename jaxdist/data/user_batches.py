@@ -109,7 +109,7 @@ def _library_fault(batches: Any) -> str:
             "dataset.with_format('numpy')[:], or batches, "
             "dataset.to_iterable_dataset().with_format('numpy').batch(32)"
         )
-    if "IterableDataset" in kinds and all(np.ndim(x) == 0 for x in next(iter(batches), {}).values()):
+    if "IterableDataset" in kinds and any(np.ndim(x) == 0 for x in next(iter(batches), {}).values()):
         return "a Hugging Face stream gives a row at a time; give stream.with_format('numpy').batch(32)"
     return ""
 
