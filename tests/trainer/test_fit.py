@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -474,6 +475,7 @@ def run_script(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.skipif(bool(find_spec("nbclient")), reason="it runs in a kernel, see below")
 def test_the_notebook_runs(tmp_path):
     notebook = json.loads((ROOT / "examples" / "jaxdist_in_colab.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
