@@ -17,6 +17,7 @@ _EXPORTS = {
     "build_mesh": "jaxdist.parallel.mesh",
     "build_train_step": "jaxdist.step.train_step",
     "default_config": "jaxdist.trainer.run_config",
+    "every": "jaxdist.trainer.hooks",
     "fit": "jaxdist.trainer.fit",
     "join": "jaxdist.resilience.preemption",
     "load_run": "jaxdist.evaluation.trained_run",

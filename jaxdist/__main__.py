@@ -15,7 +15,9 @@ COMMANDS = {
     "convert": "a model from Hugging Face's form into ours, or back",
     "generate": "sample text from a checkpoint",
     "evaluate": "exact weighted loss of a checkpoint on a held-out set",
-    "report": "one self-contained HTML page of a run, or of two",
+    "report": "one self-contained HTML page of any number of runs",
+    "runs": "a table of the runs below a folder, and how their configs differ",
+    "status": "what a run is doing now, since when, and where its time went",
     "doctor": "devices, versions, peaks, links, disk, and what MFU will mean here",
 }
 
@@ -29,6 +31,10 @@ def help_text() -> str:
 
 def main() -> None:
     """Runs the command that sys.argv names; its exit code is ours."""
+    sys.exit(config.quiet_pipe(_run))
+
+
+def _run() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -37,10 +43,11 @@ def main() -> None:
     elif name not in COMMANDS:
         hint = config.suggest(name, COMMANDS)
         print(f"jaxdist {name}: no such command.{hint}\n\n{help_text()}", file=sys.stderr)
-        sys.exit(config.EXIT_CONFIG)
+        return config.EXIT_CONFIG
     else:
         del sys.argv[1]
         runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
+    return 0
 
 
 if __name__ == "__main__":

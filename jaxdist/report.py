@@ -1,4 +1,4 @@
-"""`python -m jaxdist.report WORKDIR [WORKDIR2] [--out FILE]`: one HTML page of a run, or of two.
+"""`python -m jaxdist.report WORKDIR ... [--out FILE]`: one HTML page of a run, or of several, overlaid.
 
 Needs neither jax nor a network: it also runs on a laptop to which a workdir was copied.
 """
@@ -17,11 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code (0, 1 or 78)."""
     try:
         args = _parser().parse_args(argv)
-        if len(args.workdir) > 2:
-            raise config.ConfigError(f"got {len(args.workdir)} workdirs; give one, or two to compare")
         runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
-        name = f"report_vs_{runs[-1].name.replace('/', '_')}.html" if len(runs) > 1 else "report.html"
-        target = Path(args.out) if args.out else runs[0].folder / name
+        target = Path(args.out) if args.out else runs[0].folder / _file_name(runs)
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(target, html.render(runs))
@@ -38,19 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = config.Parser(
         prog="jaxdist report",
-        description="Writes one self-contained HTML page of a run; of two runs, overlaid.",
+        description="Writes one self-contained HTML page of a run; of several, overlaid.",
     )
-    parser.add_argument("workdir", nargs="+", help="workdir of a run; give two to compare them")
-    page_help = "page to write (default: report.html in the workdir; report_vs_NAME.html for two)"
+    parser.add_argument("workdir", nargs="+", help="workdir of a run; give several to compare them")
+    page_help = "page to write (default: report.html in the first workdir; report_vs_... for several)"
     parser.add_argument("--out", metavar="FILE", help=page_help)
     return parser
 
 
 def _names(workdirs: Sequence[str]) -> list[str]:
-    """Returns a name per workdir: the folder's, with its parent where two would be equal."""
-    folders = [Path(workdir).resolve() for workdir in workdirs]
-    same = len({folder.name for folder in folders}) < len(folders)
-    return ["/".join(folder.parts[-2 if same else -1 :]) for folder in folders]
+    """Returns a name per workdir: the folder's, with as many parents as keep them apart."""
+    parts = [Path(workdir).resolve().parts for workdir in workdirs]
+    depth, deepest = 1, max(map(len, parts))
+    while depth < deepest and len({each[-depth:] for each in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(each[-depth:]) for each in parts]
+
+
+def _file_name(runs: Sequence[summary.RunSummary]) -> str:
+    if len(runs) == 1:
+        return "report.html"
+    others = runs[-1].name.replace("/", "_") if len(runs) == 2 else f"{len(runs) - 1}_runs"
+    return f"report_vs_{others}.html"
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -67,4 +73,4 @@ def _refuse_foreign(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(config.quiet_pipe(main))

@@ -51,20 +51,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _one(text: str) -> tuple[Path, int]:
-    """Returns the folder and the step that a path means, the newest if it names none."""
-    folder, step = folders.locate(text)
-    if step is None and (step := max(folders.list_steps(folder), default=None)) is None:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
-    return folder, step
+def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
+    """Returns the step that a path means, the newest if it names none, and what it says about itself."""
+    folder, only = folders.locate(text)
+    for step in folders.newest_first(folder) if only is None else [only]:
+        try:
+            return step, folders.read_step(folder, step), integrity.read_manifest(folder / str(step))
+        except (CheckpointError, OSError):
+            if only is not None or not folders.is_deleted(folder, step):
+                raise
+    raise CheckpointError(f"there is no checkpoint in {folder}")
 
 
 def _list(flags: argparse.Namespace) -> Result:
     folder, _ = folders.locate(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
     quarantine = [_noted(note) for note in notes]
-    rows = [_row(folder, step, contents=False) for step in folders.all_steps(folder)]
-    return {"folder": str(folder), "steps": rows, "quarantine": quarantine}, 0
+    return {"folder": str(folder), "steps": _rows(folder, contents=False), "quarantine": quarantine}, 0
 
 
 def _noted(note: Path) -> dict[str, Any]:
@@ -72,6 +75,12 @@ def _noted(note: Path) -> dict[str, Any]:
         return read_json(note, dict)
     except (FileNotFoundError, Malformed) as error:
         return {"step": note.stem, "reason": f"{note} cannot be read: {error}"}
+
+
+def _rows(folder: Path, **what: Any) -> list[dict[str, Any]]:
+    """Returns a row for each step, ascending, but for those that their run deletes meanwhile."""
+    rows = [_row(folder, step, **what) for step in folders.newest_first(folder, folders.all_steps)]
+    return [row for row in rows[::-1] if "fault" not in row or not folders.is_deleted(folder, row["step"])]
 
 
 def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
@@ -86,8 +95,7 @@ def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
 
 
 def _inspect(flags: argparse.Namespace) -> Result:
-    folder, step = _one(flags.path)
-    info, manifest = folders.read_step(folder, step), integrity.read_manifest(folder / str(step))
+    step, info, manifest = _one(flags.path)
     arrays = {
         name: {"dtype": x.dtype, "shape": list(x.shape), "fingerprint": manifest.fingerprints.get(name)}
         for name, x in info.arrays.items()
@@ -97,18 +105,17 @@ def _inspect(flags: argparse.Namespace) -> Result:
 
 def _verify(flags: argparse.Namespace) -> Result:
     folder, only = folders.locate(flags.path)
-    steps = folders.all_steps(folder) if only is None else [only]
     run = integrity.identity(folder, create=False)
-    rows = [_row(folder, step, run=run, contents=True) for step in steps]
+    how: dict[str, Any] = {"run": run, "contents": True}
+    rows = _rows(folder, **how) if only is None else [_row(folder, only, **how)]
     good = ["fault" not in row for row in rows]
     code = 0 if good and all(good) else 1 if any(good) else config.EXIT_NO_CHECKPOINT
     return {"folder": str(folder), "steps": rows}, code
 
 
 def _diff(flags: argparse.Namespace) -> Result:
-    places = [_one(flags.path), _one(flags.other)]
-    infos = [folders.read_step(*place) for place in places]
-    prints = [integrity.read_manifest(folder / str(step)).fingerprints for folder, step in places]
+    pairs = [_one(flags.path), _one(flags.other)]
+    infos, prints = [info for _, info, _ in pairs], [manifest.fingerprints for *_, manifest in pairs]
     a, b = (info.arrays for info in infos)
     differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
     differ |= {n: "values" for n in a if n in b and a[n] == b[n] and prints[0].get(n) != prints[1].get(n)}
@@ -135,4 +142,4 @@ def _lines(value: Any, indent: str = "") -> Iterator[str]:
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(config.quiet_pipe(main))

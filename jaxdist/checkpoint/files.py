@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ LOCK, OWNER = ".lock", "owner.json"  # of the process that writes to the folder;
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
 _GROUPS = {"progress", "fingerprints", "config"}  # of a run's metadata: objects, where they are there
+_MOST_TRIED = 64  # whole steps that a restore looks at
+_MOST_LISTINGS = 20  # of a folder whose steps are deleted while they are read
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
 _STEP = re.compile("0|[1-9][0-9]{0,9}")  # a folder of any other name is not ours
 # Only what Orbax leaves for steps of ours: a user's own files stay.
@@ -148,6 +150,40 @@ def all_steps(folder: Path) -> list[int]:
     """Returns the committed steps and those that lack a part, damaged by hand or by the disk, ascending."""
     steps = _numbered(folder)
     return [step for step in steps if _is_whole(folder / str(step)) or not _marker(folder, step).exists()]
+
+
+def newest_first(folder: Path, listed: Callable[[Path], list[int]] | None = None) -> Iterator[int]:
+    """Yields the committed steps, newest first; lists them anew if the last one yielded is deleted by then.
+
+    Who reads the checkpoints of a run that is training so comes to one that stays as long as it is read. No
+    step is yielded twice.
+
+    Args:
+      listed: what lists the steps, ascending, instead of `list_steps`.
+    """
+    yielded: set[int] = set()
+    for _ in range(_MOST_LISTINGS):
+        for step in reversed((listed or list_steps)(folder)):
+            if step not in yielded:
+                yielded.add(step)
+                yield step
+                if is_deleted(folder, step):
+                    break
+        else:
+            return
+
+
+def steps_to_try(folder: Path) -> list[int]:
+    """Returns the newest whole steps and the torn ones between them, ascending."""
+    whole = list_steps(folder)
+    oldest = whole[-_MOST_TRIED:][0] if whole else 0
+    return [step for step in all_steps(folder) if step >= oldest]
+
+
+def is_deleted(folder: Path, step: int) -> bool:
+    """Returns whether a step was deleted, or is being deleted, by its run; not if it is damaged."""
+    path = folder / str(step)
+    return not _is_whole(path) and (_marker(folder, step).exists() or not path.is_dir())
 
 
 def has_steps(folder: Path) -> bool:

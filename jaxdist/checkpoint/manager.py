@@ -31,7 +31,6 @@ from jaxdist.storage import lock
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
 _HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
-_MOST_TRIED = 64  # whole steps that a restore looks at
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
 _ANSWER_S, _GRACE_S = 2, 10  # for the file system, at least; for Orbax to say itself what took too long
@@ -337,23 +336,24 @@ class CheckpointManager:
         if self.mode == "write":
             self.check_owner()
         self.wait()
-        candidates = [step] if step is not None else coordination.broadcast(self._candidates())
-        if not candidates:
-            aside = folders.quarantine_folder(self.folder)
-            hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
-            raise CheckpointError(f"there is no checkpoint in {self.folder}{hint}")
         failures: dict[int, str] = {}
-        for candidate in candidates:
+        for candidate in self._candidates() if step is None else [step]:
             try:
                 restored = self._attempt(candidate, abstract_state, partial)
             except state_dict.LayoutError:
                 raise  # not damage: an older step would not fit either, and must not win silently
             except CheckpointError as error:
-                failures[candidate] = self.bad_steps[candidate] = str(error)
+                failures[candidate] = str(error)
+                if not folders.is_deleted(self.folder, candidate):
+                    self.bad_steps[candidate] = str(error)
                 continue
             self._last_step = self.newest = candidate
-            self._set_aside(failures)
+            self._set_aside({bad: self.bad_steps[bad] for bad in failures if bad in self.bad_steps})
             return restored
+        if not failures:
+            aside = folders.quarantine_folder(self.folder)
+            hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
+            raise CheckpointError(f"there is no checkpoint in {self.folder}{hint}")
         tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}; all are left there:\n{tried}\n"
@@ -361,11 +361,11 @@ class CheckpointManager:
             failures,
         )
 
-    def _candidates(self) -> list[int]:
-        """Returns the newest whole steps and the torn ones between them, newest first."""
-        steps, whole = folders.all_steps(self.folder), folders.list_steps(self.folder)
-        oldest = whole[-_MOST_TRIED:][0] if whole else 0
-        return [step for step in reversed(steps) if step >= oldest]
+    def _candidates(self) -> Iterator[int]:
+        """Yields the newest whole steps and the torn ones between them, newest first; to all the same."""
+        steps = folders.newest_first(self.folder, folders.steps_to_try)
+        while (step := coordination.broadcast(next(steps, -1))) >= 0:
+            yield step
 
     def _attempt(self, step: int, abstract_state: Any | Wanted, partial: bool) -> Restored:
         """Returns the state of `step`.

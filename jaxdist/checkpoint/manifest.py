@@ -221,7 +221,7 @@ def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
 
     Of its files only those of the metadata are hashed.
     """
-    for step in reversed(folders.list_steps(folder)):
+    for step in folders.newest_first(folder):
         with contextlib.suppress(CheckpointError, OSError):
             check(folder, step, run=run, inside=f"{folders.METADATA_ITEM}/")
             return folders.read_step(folder, step).metadata

@@ -1,16 +1,20 @@
 """Typed configuration without jax; here what commands report of bad input: ConfigError, exit codes."""
 
 import argparse
+import contextlib
 import difflib
 import io
+import os
+import select
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
 EXIT_HANG = 76  # killed by the watchdog
 EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
+EXIT_CLOSED_PIPE = 141  # what reads our output has gone (`| head`): as shells report a SIGPIPE
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 
 
@@ -30,6 +34,37 @@ class ConfigError(ValueError):
 def exit_code_of(error: BaseException) -> int:
     """Returns what a process ends with for an error that nobody caught."""
     return getattr(error, "exit_code", 1)
+
+
+def quiet_pipe(main: Callable[[], int]) -> int:
+    """Returns the exit code of a command's main; EXIT_CLOSED_PIPE, without a word, if its reader has gone.
+
+    Code that main returns stands, also where its last output was read by nobody.
+    """
+    try:
+        return main()
+    except BrokenPipeError:
+        if not any(map(_reader_has_gone, _outputs())):
+            raise  # of another pipe
+        return EXIT_CLOSED_PIPE
+    finally:
+        for stream in _outputs():
+            try:
+                stream.flush()
+            except BrokenPipeError:  # Python would flush once more as it ends, and complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _outputs() -> list[typing.TextIO]:
+    return [stream for stream in (sys.stdout, sys.stderr) if stream and not stream.closed]
+
+
+def _reader_has_gone(stream: typing.TextIO) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # of a stream without a descriptor
+        poll = select.poll()
+        poll.register(stream, 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,6 +20,8 @@ EXTRAS = {
     "sklearn": "vision",
     "tensorboardX": "tensorboard",
     "tokenizers": "text",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import os
 import re
 import sys
+import textwrap
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,13 +145,34 @@ def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Sc
             owner[name] = value
 
 
-def help_text(config: Mapping | ConfigDict, schema: Schema) -> str:
-    """Returns a line per field: `--config.path  type  = the config's value  meaning`."""
-    values = flatten(config)
-    rows = []
-    for path, field in schema.items():
+def help_text(config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80) -> str:
+    """Returns each field as `--config.path  type  = the config's value  meaning`, wrapped.
+
+    Args:
+      words: only the fields whose path or meaning has this text; "" = all.
+      width: characters of a line at most.
+
+    Raises:
+      ConfigError: no field has the text.
+    """
+    chosen = _fields_with(words, schema)
+    values, lines = flatten(config), []
+    fold = functools.partial(textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    for path, field in chosen.items():
         value = values.get(path, field.default)
         shown = "(required)" if value is MISSING else repr(value)
-        rows.append((f"--config.{path}", annotations.describe(field.type), f"= {shown}", field.doc))
-    widths = [min(max(map(len, column)), 44) for column in zip(*rows, strict=True)][:3]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+        head = f"--config.{path}  {annotations.describe(field.type)}  = {shown}"
+        whole = f"{head}  {field.doc}".rstrip()
+        one_line = len(whole) <= width
+        lines += [whole] if one_line else [*fold(head), *fold(field.doc, initial_indent=" " * 6)]
+    return "\n".join(lines)
+
+
+def _fields_with(words: str, schema: Schema) -> Schema:
+    """Returns the fields whose path has a text; if there are none, those whose meaning has it."""
+    text = words.lower().removeprefix("--").removeprefix("config.")
+    by_path = {path: field for path, field in schema.items() if text in path.lower()}
+    if found := by_path or {path: field for path, field in schema.items() if text in field.doc.lower()}:
+        return found
+    names = {part for path in schema for part in (path, *path.split("."))}
+    raise ConfigError(f"--help {words}: no field has this in its name or meaning.{suggest(text, names)}")

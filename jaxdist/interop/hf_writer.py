@@ -57,7 +57,8 @@ class CheckpointWeights:
         """
         folder, reasons = folders.as_path(folder), dict[int, str]()
         run = manifest.identity(folder, create=False)
-        for number in [step] if step is not None else folders.all_steps(folder)[::-1]:
+        listed = folders.newest_first(folder, folders.all_steps)
+        for number in listed if step is None else [step]:
             try:
                 self.manifest = manifest.check(folder, number, run=run)
                 self.step, self._path = number, folder / str(number)
@@ -82,7 +83,15 @@ class CheckpointWeights:
         name, cpu = self._names[path], jax.local_devices(backend="cpu")[0]
         stored, host = self._arrays[name], jax.sharding.SingleDeviceSharding(cpu)
         wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
-        arrays = self._backend.read(self._path, wanted)
+        try:
+            arrays = self._backend.read(self._path, wanted)
+        except Exception as error:  # of Orbax and TensorStore: they raise many types for what is not there
+            if not folders.is_deleted(self._path.parent, self.step):
+                raise
+            raise CheckpointError(
+                f"step {self.step} was deleted while it was read, as its run is training; run this again, "
+                f"or give --step of one that checkpoint.keep_every keeps"
+            ) from error
         if fingerprint.of(arrays)[name] != self.manifest.fingerprints.get(name):
             raise CheckpointError(f"step {self.step}: {name} is not what was saved, by fingerprint")
         return np.asarray(arrays[name])

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 
 from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.storage.digest import digest
 
+MODEL_KEY = "model.target"
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
 MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}  # targets in older run folders
+
+
+Kind = TypeVar("Kind")
 
 
 def is_installed(target: str) -> bool:
@@ -61,7 +65,12 @@ USER_TARGET = f"{__name__}:{UserModel.__name__}"
 
 
 def check_stored_target(
-    target: str, folder: Path, *, named: str | None = None, trust_code: bool | None = False
+    target: str,
+    folder: Path,
+    *,
+    named: str | None = None,
+    trust_code: bool | None = False,
+    key: str = MODEL_KEY,
 ) -> None:
     """Refuses to execute code because a file in `folder` names it: that may be somebody else's.
 
@@ -71,21 +80,21 @@ def check_stored_target(
     Raises:
       ConfigError: it is none of these; nothing was imported.
     """
-    module_name, _ = _split(target)
+    module_name, _ = _split(target, key)
     if is_installed(target) or trust_code is None and _known_as(module_name) in sys.modules:
         return
-    refuse_inside(target, folder)
+    refuse_inside(target, folder, key=key)
     if not trust_code and (named is None or _canonical(target) != _canonical(named)):
         here = f" (here: {named!r})" if named else ""
         raise ConfigError(
-            f"{folder} has model.target={target!r}{here}. It is not of jaxdist, and not executed unasked; if "
-            f"you trust it, add --config.model.target={target!r}, or --trust-code (load_run: trust_code)"
+            f"{folder} has {key}={target!r}{here}. It is not of jaxdist, and not executed unasked; if "
+            f"you trust it, add --config.{key}={target!r}, or --trust-code (load_run: trust_code)"
         )
 
 
-def refuse_inside(target: str, folder: Path) -> None:
+def refuse_inside(target: str, folder: Path, *, key: str = MODEL_KEY) -> None:
     """Raises ConfigError if to import the target is to execute a file below a run's folder."""
-    module_name, _ = _split(target)
+    module_name, _ = _split(target, key)
     if is_installed(target):
         return
     above = {os.path.abspath(folder), os.path.realpath(folder)}
@@ -93,12 +102,12 @@ def refuse_inside(target: str, folder: Path) -> None:
         places = {Path(os.path.abspath(file)), Path(os.path.realpath(file))}
         if any(place.is_relative_to(run) for place in places for run in above):
             raise ConfigError(
-                f"model.target={target!r}: {file} lies in the run's folder {folder}, whose files are never "
-                f"executed; copy it elsewhere, read it, and name the copy: --config.model.target=..."
+                f"{key}={target!r}: {file} lies in the run's folder {folder}, whose files are never "
+                f"executed; copy it elsewhere, read it, and name the copy: --config.{key}=..."
             )
 
 
-def _split(target: str) -> tuple[str, str]:
+def _split(target: str, key: str = MODEL_KEY) -> tuple[str, str]:
     """Returns the module, or file, and the class of a target.
 
     Raises:
@@ -107,7 +116,7 @@ def _split(target: str) -> tuple[str, str]:
     module_name, _, class_name = target.rpartition(":")
     is_module = all(part.isidentifier() for part in module_name.split("."))
     if not class_name.isidentifier() or not (is_module or _is_file(module_name)) or "\0" in target:
-        raise ConfigError(f"model.target={target!r}: must be package.module:Class or path/of/file.py:Class")
+        raise ConfigError(f"{key}={target!r}: must be package.module:Class or path/of/file.py:Class")
     return module_name, class_name
 
 
@@ -161,18 +170,30 @@ def find_model(target: str) -> type[nnx.Module]:
     Raises:
       ConfigError: no such module or class, or it is not an nnx.Module.
     """
-    module_name, class_name = _split(target)
-    module = _import(target)
-    model = getattr(module, class_name, None)
-    if not (isinstance(model, type) and issubclass(model, nnx.Module)):
-        if fault := foreign_fault(model):
-            raise ConfigError(f"model.target={target!r}: {fault}")
-        models = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, nnx.Module)]
+    return find_class(target, nnx.Module, "nnx.Module", key=MODEL_KEY)
+
+
+def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Kind]:
+    """Returns the class that a target names; executes its module.
+
+    Args:
+      base: what it is a subclass of, called `name` in messages.
+      key: of the config, which has the target.
+
+    Raises:
+      ConfigError: no such module or class, or it is none of those.
+    """
+    module_name, class_name = _split(target, key)
+    module = _import(target, key)
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        if fault := foreign_fault(found):
+            raise ConfigError(f"{key}={target!r}: {fault}")
+        others = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, base)]
         raise ConfigError(
-            f"model.target={target!r}: {module_name} has no nnx.Module {class_name!r}."
-            f"{suggest(class_name, models)}"
+            f"{key}={target!r}: {module_name} has no {name} {class_name!r}.{suggest(class_name, others)}"
         )
-    return model
+    return found
 
 
 def find_maker(target: str, folder: Path) -> Any:
@@ -191,9 +212,9 @@ def find_maker(target: str, folder: Path) -> Any:
     return maker
 
 
-def _import(target: str) -> ModuleType:
+def _import(target: str, key: str = MODEL_KEY) -> ModuleType:
     """Returns a target's module, executed; raises ConfigError if it cannot be."""
-    module_name, _ = _split(target)
+    module_name, _ = _split(target, key)
     by_path = _is_file(module_name)
     try:
         if not (by_path or is_installed(target)):
@@ -201,7 +222,7 @@ def _import(target: str) -> ModuleType:
         return _module_of(module_name) if by_path else importlib.import_module(module_name)
     except (ImportError, OSError) as error:
         hint = "" if by_path else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
-        raise ConfigError(f"model.target={target!r}: cannot import {module_name}: {error}{hint}") from error
+        raise ConfigError(f"{key}={target!r}: cannot import {module_name}: {error}{hint}") from error
 
 
 def _known_as(module_name: str) -> str:

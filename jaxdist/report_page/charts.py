@@ -1,6 +1,6 @@
-"""Line charts as SVG text: readable ticks, two runs overlaid. No dependency.
+"""Line charts as SVG text: readable ticks, runs overlaid. No dependency.
 
-Colours and strokes come from CSS classes of the page (`run-a`, `run-b`), so that one drawing suits
+Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so that one drawing suits
 light and dark. Each curve carries its points as JSON, for the hover script of the page; without
 the script the picture is complete all the same.
 """
@@ -25,7 +25,7 @@ class Curve:
     """Points of one curve; x ascending. Non-finite y leave a gap and a red tick on the x axis."""
 
     name: str  # legend and hover text
-    run: str  # CSS class: run-a or run-b
+    run: str  # CSS classes: run-0 to run-7, dashed, dotted
     x: Sequence[float]
     y: Sequence[float]
     style: Literal["raw", "line", "points"] = "line"  # raw: thin and faint, below the others

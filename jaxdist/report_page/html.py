@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run, or of two runs overlaid. No jax, no network, no files.
+"""One self-contained HTML page of a run, or of several runs overlaid. No jax, no network, no files.
 
 Everything read from a workdir is text of unknown origin: all of it is escaped, and the page's own
 content security policy forbids every script but ours and every outside resource.
@@ -23,7 +23,8 @@ GENERATOR = "jaxdist report"  # in a <meta> of the page, so that a report may re
 _FILES = resources.files("jaxdist.report_page")
 _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
-_RUN_CLASSES = ("run-a", "run-b")
+_MOST_NAMED = 4  # runs in the title
+_COLOURS = 8  # that page.css has; the ninth run has the first one's again, dashed
 
 _FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, factor, unit
     ("tokens_per_s", "Tokens per second", "all devices", 1.0, ""),
@@ -36,13 +37,14 @@ _FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, fac
 
 
 def render(runs: Sequence[RunSummary]) -> str:
-    """Returns the page of one or two runs as a single HTML document."""
-    title = escape(" vs ".join(run.name for run in runs))
+    """Returns the page of any number of runs as a single HTML document."""
+    names = " vs ".join(run.name for run in runs)
+    title = escape(names if len(runs) <= _MOST_NAMED else f"{runs[0].name} and {len(runs) - 1} more runs")
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
-        f"{_tiles(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_figures(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
         f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
@@ -68,7 +70,13 @@ def _keys(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the coloured key of each run; empty for a single one."""
     if len(runs) == 1:
         return [""]
-    return [f'<span class="key {style}"></span>' for style in _RUN_CLASSES]
+    return [f'<span class="key {style}"></span>' for style in _styles(runs)]
+
+
+def _styles(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns the CSS classes of each run: its colour, and how its lines are dashed."""
+    dashes = ["", " dashed", " dotted"]
+    return [f"run-{i % _COLOURS}{dashes[i // _COLOURS % len(dashes)]}" for i in range(len(runs))]
 
 
 def _headline(run: RunSummary, key: str) -> str:
@@ -82,8 +90,16 @@ def _headline(run: RunSummary, key: str) -> str:
     )
 
 
-def _tiles(runs: Sequence[RunSummary]) -> str:
+def _figures(runs: Sequence[RunSummary]) -> str:
+    """Returns the key figures: as tiles, or of more than two runs as a table with a row for each."""
     columns = [figures(run) for run in runs]
+    if len(runs) > 2:
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        rows = [
+            [run.name, *(column.get(name, "–") for name in names)]
+            for run, column in zip(runs, columns, strict=True)
+        ]
+        return _titled("Key figures", _table(["run", *names], rows, keys=_keys(runs)))
     tiles = ""
     for name in dict.fromkeys(name for column in columns for name in column):
         pairs = zip(_keys(runs), columns, strict=True)
@@ -111,7 +127,7 @@ def _charts(runs: Sequence[RunSummary]) -> str:
 
 def _loss_card(runs: Sequence[RunSummary]) -> str:
     curves, marks = [], []
-    for run, style in zip(runs, _RUN_CLASSES, strict=False):
+    for run, style in zip(runs, _styles(runs), strict=True):
         prefix = f"{run.name} " if len(runs) > 1 else ""
         curves += _lines(f"{prefix}loss", style, run.column("loss"))
         if evaluated := run.column("eval_loss"):
@@ -130,9 +146,12 @@ def _loss_card(runs: Sequence[RunSummary]) -> str:
         labels += f'<label for="pick-{index}">{name}</label>'
         drawing = chart("Loss by step", shown, marks=marks, size=(1160, 330))
         views += f'<div class="view view-{index}">{drawing}</div>'
+    named = {(curve.run, curve.style): curve.name for curve in curves}
+    if len(runs) > 2:  # a name a run says enough
+        named = {(style, "line"): run.name for run, style in zip(runs, _styles(runs), strict=True)}
     keys = "".join(
-        f'<span class="legend"><i class="{curve.run} {curve.style}"></i>{escape(curve.name)}</span>'
-        for curve in curves
+        f'<span class="legend"><i class="{style} {line}"></i>{escape(name)}</span>'
+        for (style, line), name in named.items()
     )
     return (
         f'<div class="card wide">{picks}<div class="top"><h3>Loss</h3>'
@@ -161,10 +180,10 @@ def _field_card(
     runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str
 ) -> str:
     curves, last = [], ""
-    for run, style, key in zip(runs, _RUN_CLASSES, _keys(runs), strict=False):
+    for run, style, key in zip(runs, _styles(runs), _keys(runs), strict=True):
         pairs = [(step, value * factor) for step, value in run.column(field)]
         curves += _lines(run.name, style, pairs)
-        last += f"{key}{_brief(pairs[-1][1])}" if pairs else ""
+        last += f'<span class="last">{key}{_brief(pairs[-1][1])}</span> ' if pairs else ""
     if not curves:
         return ""
     return (
@@ -263,10 +282,15 @@ def _titled(title: str, body: str) -> str:
 _NUMBER = re.compile(r"(-?[\d.,]+(e[-+]\d+)?( %)?|–)?")
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], **marked: Collection[int]) -> str:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, keys: Sequence[str] = (), **marked: Collection[int]
+) -> str:
     """Returns a scrolling card with a table; columns of numbers only are set to the right.
 
     `marked` gives the indices of rows that get a CSS class. Without rows there is no table.
+
+    Args:
+      keys: HTML that stands before the first cell of each row.
     """
     if not rows:
         return ""
@@ -277,7 +301,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], **marked: Collect
     for index, row in enumerate(rows):
         css = "".join(f" class={name}" for name, indices in marked.items() if index in indices)
         cells = (f"<td{style}>{escape(text)}</td>" for text, style in zip(row, styles, strict=True))
-        body += f"<tr{css}>{''.join(cells)}</tr>"
+        line = "".join(cells)
+        if keys:
+            line = line.replace(">", f">{keys[index]} ", 1)
+        body += f"<tr{css}>{line}</tr>"
     return (
         '<div class="card scroll" tabindex="0"><table><thead><tr>'
         f"{''.join(names)}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -35,6 +35,7 @@ from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
 from jaxdist.resilience.watchdog_process import BEAT, BEAT_AT, DUMP_SIGNAL, ENDING_AT, PHASES
+from jaxdist.telemetry.ledger import Ledger
 
 Item = TypeVar("Item")
 
@@ -63,6 +64,7 @@ class Watchdog:
         self._config, self._folder = config, folder
         wanted = preemption.PROCESS.is_ours if enabled is None else enabled
         self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
+        self.ledger = Ledger()  # of the time of this life of the run
         self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
         self._last_step = 0.0
         self._memory: Any = None
@@ -116,6 +118,7 @@ class Watchdog:
           sample: first global sample index of the step's batch.
           limit_s: instead of the phase's; 0: none.
         """
+        self.ledger.enter(phase, done)
         if self._memory is None:
             return
         now = time.monotonic()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import socket
 import stat
 import threading
@@ -62,6 +63,26 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
                 return True  # whoever took the file away has not put another in its place
 
         yield is_held
+
+
+def is_held(path: Path) -> bool | None:
+    """Returns whether a process of this machine holds the lock of a file; None if that cannot be told.
+
+    Nothing is locked for that: who starts meanwhile is not refused.
+    """
+    try:
+        inode, text = os.stat(path).st_ino, untrusted.read_bytes(path).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    except (OSError, untrusted.Malformed):
+        return None
+    holder = re.fullmatch(r"process (\d{1,9}) on (.*)", text.strip())
+    if holder is None or holder[2] != socket.gethostname():
+        return None
+    with contextlib.suppress(OSError):  # a system that does not say who has locked what
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return any(holder[1] in words and any(w.endswith(f":{inode}") for w in words) for words in locks)
+    return _is_alive(int(holder[1]))
 
 
 def _opened(path: Path, mode: str) -> IO[str]:

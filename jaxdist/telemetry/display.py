@@ -8,7 +8,7 @@ plain lines are printed there instead. The loop only stores numbers here; a thre
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsFloat
 
 from rich.console import Console, Group
@@ -22,6 +22,7 @@ from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
+_GAP = 3  # characters between two numbers of the live block
 LINE_EVERY_S = 1.0  # off a terminal, at least this long between two lines, but for first and last
 
 
@@ -51,6 +52,7 @@ class Display:
         enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Shows nothing yet.
 
@@ -62,6 +64,7 @@ class Display:
           enabled: True on process 0 only; False shows nothing.
           console: rich console, default standard output.
           clock: monotonic seconds.
+          wall_clock: seconds since 1970; each line begins with it, in local time.
         """
         self._total, self._unit = total_steps, unit
         self._step = first_step
@@ -70,7 +73,7 @@ class Display:
         self._block = NotebookBlock(cell, clock) if cell else None
         self._console = console or Console(highlight=False, force_jupyter=False)
         self._console.quiet = not enabled
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._begin = clock()
         self._status = "starting"
         self._row: Mapping[str, object] = {}
@@ -145,8 +148,9 @@ class Display:
 
     def note(self, text: str) -> None:
         """Prints one line (above the live block); a log's full disk does not stop the run."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall_clock()))
         with contextlib.suppress(OSError):
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{now}  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _eta_text(self) -> str:
         """Returns when the run ends: by the speed of the last row, or by the time limit."""
@@ -165,19 +169,21 @@ class Display:
 
     def _render(self) -> Group:
         """Returns the live block, a progress line and the numbers; rich's thread calls it."""
-        progress = Table.grid(padding=(0, 1))
-        progress.add_row(
-            self._spinner if self._status else Text("●", style="green"),
+        width = self._console.width
+        texts = [
             Text(self._status or f"step {self._step:,} / {self._total:,}"),
-            ProgressBar(total=1.0, completed=self._fraction(), width=28, complete_style="cyan"),
             Text(f"{100 * self._fraction():5.1f} %"),
             Text(f"{duration_text(self._clock() - self._begin)} elapsed · {self._eta_text()}", style="dim"),
+        ]
+        room = width - 2 - sum(len(text) + 1 for text in texts) - 1
+        bar = ProgressBar(
+            total=1.0, completed=self._fraction(), width=max(1, min(room, 28)), complete_style="cyan"
         )
+        progress = Table.grid(padding=(0, 1))
+        mark = self._spinner if self._status else Text("●", style="green")
+        progress.add_row(mark, texts[0], *([bar] if room > 3 else []), *texts[1:])
         shown = self._metrics_text(self._row) + self._evaluation
-        numbers = Table.grid(padding=(0, 3))
-        numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
-        numbers.add_row(*(Text(text, style="bold") for _, text in shown))
-        return Group(progress, numbers) if shown else Group(progress)
+        return Group(progress, *(_numbers(line) for line in _lines_of(shown, width)))
 
     def _metrics_text(self, values: Mapping[str, object]) -> list[tuple[str, str]]:
         """Returns (label, text with unit) for the fields that a reader follows, in reading order."""
@@ -188,6 +194,27 @@ class Display:
             for field, label, show in (*_SHOWN[:2], *of_model, *_SHOWN[2:])
             if isinstance(value := values.get(field), SupportsFloat)  # None: unknown, left out
         ]
+
+
+def _numbers(shown: Sequence[tuple[str, str]]) -> Table:
+    numbers = Table.grid(padding=(0, _GAP))
+    numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
+    numbers.add_row(*(Text(text, style="bold") for _, text in shown))
+    return numbers
+
+
+def _lines_of(shown: Sequence[tuple[str, str]], width: int) -> list[list[tuple[str, str]]]:
+    """Returns the numbers in as many lines as show each of them whole."""
+    lines: list[list[tuple[str, str]]] = []
+    left = 0
+    for pair in shown:
+        needed = max(map(len, pair)) + _GAP
+        if needed > left:
+            lines.append([])
+            left = width + _GAP
+        lines[-1].append(pair)
+        left -= needed
+    return lines
 
 
 def _number(value: float) -> str:

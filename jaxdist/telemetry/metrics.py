@@ -17,8 +17,9 @@ import math
 import os
 import stat
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 _MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
+_LAST_BYTES = 1 << 18  # of a file that is read from its end: some hundred rows
 _MAX_FILE_BYTES = 1 << 32  # of a file that is read: ten million rows
 _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
@@ -44,40 +46,41 @@ Row = dict[str, Any]
 class MetricsWriter:
     """Appends rows to metrics.jsonl and events.jsonl of one workdir.
 
-    Differs from `telemetry.tensorboard.TensorBoardWriter` (same `write`, `event`, `close`) in that
-    its files are the record of the run: resume and `report` read them.
+    Differs from a logger (same `write`, `event`, `close`) in that its files are the record of the run: resume
+    and `report` read them.
     """
 
     def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        *,
-        enabled: bool = True,
-        clock: Callable[[], float] = time.time,
-        views: Sequence[Any] = (),
+        self, workdir: str | os.PathLike[str], *, enabled: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
         """Creates the workdir and opens both files; with enabled=False (process > 0) does nothing.
 
-        `clock` gives seconds since 1970, for the `time` of events; `views` are other writers with
-        this interface, which get every row and event, too.
+        `clock` gives seconds since 1970, for the `time` of rows and events.
 
         Raises:
           ConfigError: they cannot be opened.
         """
-        self._clock, self._views, self._folder = clock, views, Path(workdir)
+        self._clock, self._folder, self._views = clock, Path(workdir), list[Any]()
+        self._lock = threading.RLock()  # of the files
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
         if enabled:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._files = {n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)}
 
+    def attach(self, view: Any) -> None:
+        """Hands every row and event from here on to another writer with this interface, too."""
+        self._views.append(view)
+
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Appends {"step": step, **values} to metrics.jsonl.
+        """Appends {"step": step, "time": seconds since 1970, **values} to metrics.jsonl.
 
         Values are what JSON holds, or numpy and jax scalars (these wait for the device, so hand
         over values that are ready).
         """
-        self._append(METRICS_FILE, {"step": step, **values})
+        self._append(METRICS_FILE, {"step": step, "time": self._clock(), **values})
+        if self._views:
+            values = {name: x.tolist() if hasattr(x, "tolist") else x for name, x in values.items()}
         for view in self._views:
             view.write(step, values)
 
@@ -88,24 +91,30 @@ class MetricsWriter:
             view.event(name, step, **fields)
 
     def close(self) -> None:
-        """Closes both files and the views; later writes do nothing."""
-        for name, descriptor in self._files.items():
-            if name in self._unwritten:
-                self._append_bytes(name, b"")
-            if lines := self._unwritten.pop(name, b"").count(b"\n"):
-                self._say(name, f"its last {lines} lines are lost")
-            try:
-                os.close(descriptor)
-            except OSError as error:  # of a network file system, which writes only now
-                self._say(name, f"may lack lines ({error.strerror})")
-        self._files = {}
+        """Closes the views and both files; later writes do nothing."""
         for view in self._views:
             view.close()
-        self._views = ()
+        self._views = []
+        with self._lock:
+            for name, descriptor in self._files.items():
+                self._close(name, descriptor)
+            self._files = {}
+
+    def _close(self, name: str, descriptor: int) -> None:
+        if name in self._unwritten:
+            self._append_bytes(name, b"")
+        if lines := self._unwritten.pop(name, b"").count(b"\n"):
+            self._say(name, f"its last {lines} lines are lost")
+        try:
+            os.close(descriptor)
+        except OSError as error:  # of a network file system, which writes only now
+            self._say(name, f"may lack lines ({error.strerror})")
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
-        if name in self._files:
-            self._append_bytes(name, (json.dumps(_to_json(row), allow_nan=False) + "\n").encode())
+        line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode() if self._files else b""
+        with self._lock:
+            if name in self._files:
+                self._append_bytes(name, line)
 
     def _append_bytes(self, name: str, data: bytes) -> None:
         """Appends what could not be written before, and `data`; what of it cannot be written is kept."""
@@ -140,18 +149,43 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     resume steps repeat: the last row of a step wins, separately for training and evaluation rows. Rows
     after a step that the run went back to for another schedule (`EXTENDED`) are left out.
     """
-    train: dict[int, Row] = {}
-    evaluation: dict[int, Row] = {}
-    rows, unreadable = _read_lines(Path(path), METRICS_FILE, lambda row: _is_step(row.get("step")))
+    rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
+    train, evaluation = ([part[step] for step in sorted(part)] for part in _last_of_steps(rows))
+    return MetricRows(train, evaluation, unreadable)
+
+
+def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
+    """Returns `read_rows` of the end of a metrics.jsonl alone, in milliseconds however long it is.
+
+    The rows are in the order in which they were written, so that the last tells of now.
+    """
+    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics, last=_LAST_BYTES)
+    train, evaluation = _last_of_steps(rows)
+    return MetricRows(list(train.values()), list(evaluation.values()))
+
+
+def scan_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """Returns the training rows of a metrics.jsonl in file order: steps that were done twice, twice."""
+    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics)
+    return [row for row in rows if "eval_loss" not in row and EXTENDED not in row]
+
+
+def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
+    """Returns the last row of each step that counts, in file order: those of training, of evaluations."""
+    train, evaluation = dict[int, Row](), dict[int, Row]()
     for row in rows:
+        step = row["step"]
         if EXTENDED in row:
-            train, evaluation = (
-                {n: x for n, x in kept.items() if n <= row["step"]} for kept in (train, evaluation)
-            )
+            train, evaluation = ({n: x for n, x in part.items() if n <= step} for part in (train, evaluation))
         else:
-            (evaluation if "eval_loss" in row else train)[row["step"]] = row
-    parts = [train[s] for s in sorted(train)], [evaluation[s] for s in sorted(evaluation)]
-    return MetricRows(*parts, unreadable)
+            part = evaluation if "eval_loss" in row else train
+            part.pop(step, None)
+            part[step] = row
+    return train, evaluation
+
+
+def _is_metrics(row: Row) -> bool:
+    return _is_step(row.get("step"))
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
@@ -245,12 +279,19 @@ def _open_append(path: Path) -> int:
     return descriptor
 
 
-def _read_lines(path: Path, name: str, is_row: Callable[[Row], bool]) -> tuple[list[Row], int]:
-    """Returns the objects of a file's lines that are such rows, and the number of other lines."""
+def _read_lines(
+    path: Path, name: str, is_row: Callable[[Row], bool], *, last: int = 0
+) -> tuple[list[Row], int]:
+    """Returns the objects of a file's lines that are such rows, and the number of other lines.
+
+    Args:
+      last: read only so many bytes, from the end.
+    """
     path = path / name if path.is_dir() else path
     rows: list[Row] = []
     try:
-        lines = [x for x in untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES).splitlines() if x.strip()]
+        content = _end_of(path, last) if last else untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+        lines = [line for line in content.splitlines() if line.strip()]
     except FileNotFoundError:
         return [], 0
     except untrusted.Malformed:
@@ -261,3 +302,12 @@ def _read_lines(path: Path, name: str, is_row: Callable[[Row], bool]) -> tuple[l
             row = {k: _NONFINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
             rows += [row] if is_row(row) else []
     return rows, len(lines) - len(rows)
+
+
+def _end_of(path: Path, most: int) -> bytes:
+    """Returns the last lines of a file, of at most so many bytes."""
+    with untrusted.open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most))
+        content = file.read(most)
+    return content if size <= most else content.partition(b"\n")[2]

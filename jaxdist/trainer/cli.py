@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +13,23 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError, Parser, files, schema, suggest
+from jaxdist.config import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    ConfigError,
+    Parser,
+    files,
+    quiet_pipe,
+    schema,
+    suggest,
+)
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
-from jaxdist.trainer import config_json, from_run, pretrained, workdir
-from jaxdist.trainer.run_config import RunConfig, from_config, full_schema, model_defaults
+from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
+from jaxdist.trainer.run_config import RunConfig, default_config, from_config, full_schema, model_defaults
 
 
 class ConfigParser(Parser):
@@ -27,7 +37,8 @@ class ConfigParser(Parser):
 
     def __init__(self, name: str, description: str | None):
         super().__init__(prog=f"jaxdist {name}", description=description, add_help=False)
-        self.add_argument("-h", "--help", action="store_true", help="with --config: all of its fields")
+        listed = "list all fields of --config, or those with this text, e.g. --help optimizer"
+        self.add_argument("-h", "--help", nargs="?", const="", metavar="TEXT", help=listed)
         self.add_argument("--config", help="packaged name or path, with optional :argument")
         _add_trust(self)
 
@@ -51,7 +62,7 @@ def parse(
             faults.append(f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://")
         elif fault := workdir.name_fault(folder):
             faults.append(f"--workdir {fault}")
-    if flags.help:
+    if flags.help == "":
         parser.print_help()
     if flags.config is None:
         flags.config = _config_named(flags, folder, faults)
@@ -65,8 +76,8 @@ def parse(
         with config.unlocked():
             config.model = model_defaults(target)
     fields = full_schema(target)
-    if flags.help:
-        print("\n" + files.help_text(config, fields))
+    if flags.help is not None:
+        _print_fields(config, fields, flags.help)
         raise SystemExit(0)
     try:
         files.apply_overrides(config, overrides, fields)
@@ -77,7 +88,15 @@ def parse(
     init = schema.flatten(config)
     if init.get("init.from_huggingface") or init.get("init.from_run"):
         pretrained.apply_source(config, overrides, _config_in_workdir(flags, target))
-    return flags, from_config(config)
+    run = from_config(config)
+    _check_loggers(flags, run, chosen=loggers.KEY in overrides)
+    return flags, run
+
+
+def _print_fields(config: ConfigDict, fields: schema.Schema, words: str | None) -> None:
+    if words is not None:
+        width = shutil.get_terminal_size().columns
+        print("\n" * (not words) + files.help_text(config, fields, words=words, width=width))
 
 
 def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
@@ -105,7 +124,8 @@ def _config_named(flags: argparse.Namespace, folder: str | None, faults: Sequenc
     """
     if folder and (file := Path(folder) / workdir.CONFIG).is_file():
         return str(file)
-    if flags.help:
+    if flags.help is not None:
+        _print_fields(default_config(), full_schema(registry.DEFAULT_TARGET), flags.help or None)
         raise SystemExit(0)
     where = f", and {folder} holds no run that could go on" if folder else ""
     missing = f"--config is missing{where}: name one, e.g. --config quickstart"
@@ -153,6 +173,23 @@ def _refuse_source_code(target: str, overrides: Mapping[str, str], config: Mappi
     source = {**schema.flatten(config), **overrides}.get("init.from_run")
     if isinstance(source, str) and source:
         from_run.refuse_code(source, target)
+
+
+def _check_loggers(flags: argparse.Namespace, config: RunConfig, *, chosen: bool) -> None:
+    """Refuses, for a command that trains, a logger's code in the run's folder, or named by its config alone.
+
+    Args:
+      chosen: whether the command line names the loggers.
+
+    Raises:
+      ConfigError: it would be executed unasked.
+    """
+    trains = hasattr(flags, "dry_run")
+    for target in loggers.named_classes(config) if trains else ():
+        registry.refuse_inside(target, _workdir(flags), key=loggers.KEY)
+        if flags.config.endswith(".json") and not chosen:
+            folder, trust = Path(flags.config).parent, flags.trust_code
+            registry.check_stored_target(target, folder, trust_code=trust, key=loggers.KEY)
 
 
 def _workdir(flags: argparse.Namespace) -> Path:
@@ -213,6 +250,10 @@ def _print_error(line: str | None) -> None:
 
 def exit_code(main: Callable[[], int]) -> int:
     """Returns the exit code of a command's main; of a fault that has one, after a line to say so."""
+    return quiet_pipe(lambda: _code_of_fault(main))
+
+
+def _code_of_fault(main: Callable[[], int]) -> int:
     try:
         return main()
     except (ConfigError, MissingExtra) as error:

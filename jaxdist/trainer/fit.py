@@ -27,6 +27,7 @@ from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import run_config, save_weights, trainer, user_model
 from jaxdist.trainer.build import text_generator
 from jaxdist.trainer.held_out import HeldOut, held_out
+from jaxdist.trainer.hooks import Hook
 from jaxdist.trainer.restore import TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.user_model import Model
@@ -45,6 +46,7 @@ def fit(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Fitted:
     """Returns the model after `steps` updates; goes on where `folder` stopped, if it has a run.
 
@@ -60,6 +62,7 @@ def fit(
       validation: {entry: [N, ...]}, scored ten times a run; see settings "train.eval_every".
       seed: of everything random: the model's first values, the order, dropout.
       settings: any other key of the config, {"precision.compute": "bfloat16"}; see docs/configuration.md.
+      hooks: functions to call between steps, [jaxdist.every(100, look)]; see docs/library.md.
 
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its cure.
@@ -83,7 +86,7 @@ def fit(
     config = _config(schema.flatten(arguments), settings or {}, validation is not None, not temporary)
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
-    outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs)
+    outcome = trainer.train(config, workdir, title=workdir.name, devices=devices, inputs=inputs, hooks=hooks)
     return _fitted(outcome, dataset, workdir, temporary)
 
 

@@ -71,7 +71,7 @@ class Source:
                 f"init.from_run={self.name}: there is no checkpoint of step {self.step} in "
                 f"{self.checkpoints}; steps: {known}"
             )
-        for step in reversed(steps) if self.step is None else [self.step]:
+        for step in folders.newest_first(self.checkpoints) if self.step is None else [self.step]:
             try:
                 manifest.check(self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/")
                 return folders.read_step(self.checkpoints, step).metadata

@@ -1,14 +1,19 @@
 """Hooks of the training loop: functions that are called between two steps, each at steps of its own.
 
+`jaxdist.fit(hooks=[jaxdist.every(100, look)])` calls `look(view)` after every 100th step.
+
 A hook may evaluate, log, save or end the run. Before it is called, the steps so far are done and recorded,
 so a hook at each step costs the devices their queue: use `every(n, ...)`. All processes call the same
 hooks at the same steps, so a hook may run programs on all devices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
+from jaxdist.config import ConfigError
 from jaxdist.step.state import Metrics, State
 from jaxdist.trainer.restore import Progress
 
@@ -23,7 +28,8 @@ class StepView:
     progress: Progress  # this step included; elapsed_s leaves out the time of hooks
     last: bool  # whether no step follows
     interrupted: bool  # whether a signal asked to stop: there may be no time for long work
-    log: Callable[[int, Mapping[str, Any]], None]  # adds a row (step, values) to metrics.jsonl
+    log: Callable[[int, Mapping[str, Any]], None]  # adds a row (step, values) to metrics.jsonl and loggers
+    weights: Callable[[], dict[str, jax.Array]]  # {path: what is trained}, as checkpoints have it
     save_requested: bool = field(default=False, init=False)
     stop_reason: str = field(default="", init=False)
 
@@ -65,3 +71,11 @@ def every(steps: int, function: Callable[[StepView], None], *, at_end: bool = Fa
       at_end: also after the last step. A run that a signal ends does not wait for the function.
     """
     return Hook(steps, function, at_end)
+
+
+def check_hooks(hooks: Iterable[object]) -> None:
+    """Raises ConfigError if one of them is no hook."""
+    if wrong := [hook for hook in hooks if not isinstance(hook, Hook)]:
+        raise ConfigError(
+            [f"hooks: {hook!r:.60} is no hook; write jaxdist.every(100, function)" for hook in wrong]
+        )

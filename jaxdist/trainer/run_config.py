@@ -42,7 +42,8 @@ class TrainConfig:
     # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that end the run; 0 = any
     patience: NonNegativeInt = 0
     ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
-    tensorboard: bool = False  # also write event files to WORKDIR/tensorboard (extra tensorboard)
+    loggers: tuple[str, ...] = ()  # tensorboard, wandb, trackio, another package's, package.module:Class
+    tensorboard: bool = False  # older name of loggers=tensorboard
     sample_tokens: NonNegativeInt = 0  # tokens of sample text written at the end; 0 = no sample
     sample_prompt: str = "\n"  # what the sample goes on from
 
@@ -131,6 +132,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "train.eval_every",
     "train.patience",
     "train.sample_*",
+    "train.loggers",
     "train.tensorboard",
     "train.max_minutes",
     "data.cache_dir",

@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
-from jaxdist.config import extras, schema
+from jaxdist.config import schema, trees
 from jaxdist.data import Dataset, SourceError
 from jaxdist.distributed import consistency, coordination
 from jaxdist.optim.schedules import ScheduleSteps
@@ -25,12 +25,12 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, extension, from_run, pipeline_report, restore, validation, workdir
+from jaxdist.trainer import build, extension, from_run, loggers, pipeline_report, restore, validation, workdir
 from jaxdist.trainer.best import best_rule
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.held_out import score_held_out
-from jaxdist.trainer.hooks import Hook, StepView, every
+from jaxdist.trainer.hooks import Hook, StepView, check_hooks, every
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig, run_fingerprint
 from jaxdist.trainer.saver import Saver
@@ -83,21 +83,20 @@ def train(
       TrainingStopped: losses stayed non-finite, or the last checkpoint could not be written.
     """
     preemption.refuse_unjoined()
+    check_hooks(hooks)
     devices = jax.devices() if devices is None else devices
     requested, config = config, elastic.refit(config, devices=len(devices), full_devices=full_devices)
     inputs = inputs or UserInputs()
     _, rules, spec = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
+    found = loggers.find(config.train, lead=_is_lead())
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
-        store = _open_workdir(config, requested, folder, spec, stack)
+        store = _open_workdir(config, requested, folder, spec, stack, watch)
         schedule = extension.settle_schedule(config, folder, store)
-        dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
-        consistency.agree(lambda: {"data": dataset.fingerprint})
-        if config.train.eval_every:
-            dataset.num_validation_batches(config.batch.global_size)  # refuses if nothing is held out
+        dataset = _open_dataset(config, folder, inputs, watch)
         mesh = build_mesh(config.mesh, devices)
         given = {"optimizer": inputs.optimizer, "schedule_steps": schedule.steps}
         built = build.build_step(config, spec, mesh, rules, max_traces=MAX_TRACES, **given)
@@ -107,13 +106,11 @@ def train(
                 config, built, dataset, store, folder, watch, inputs, schedule.back_to
             )
         except CheckpointError as error:  # the run never begins, but its events say why
-            with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
-                for step, reason in error.steps.items():
-                    events.event("bad_checkpoint", step, reason=reason)
+            _write_bad_checkpoints(error, folder)
             raise
         state, progress, skipping = start
         trainer = Trainer(
-            config, folder, spec, built, skipping, store, progress, watch, hooks, schedule.steps
+            config, folder, spec, built, skipping, store, progress, watch, hooks, schedule.steps, found
         )
         with contextlib.closing(trainer.writer), trainer.display:
             if title:
@@ -131,10 +128,30 @@ def _log(text: str) -> None:
         print_safe(text)
 
 
+def _open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog) -> Dataset:
+    """Returns the run's data; raises ConfigError if processes differ in it, or nothing is held out."""
+    dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
+    consistency.agree(lambda: {"data": dataset.fingerprint})
+    if config.train.eval_every:
+        dataset.num_validation_batches(config.batch.global_size)
+    return dataset
+
+
+def _write_bad_checkpoints(error: CheckpointError, folder: Path) -> None:
+    with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
+        for step, reason in error.steps.items():
+            events.event("bad_checkpoint", step, reason=reason)
+
+
 def _open_workdir(
-    config: RunConfig, requested: RunConfig, folder: Path, spec: ModelSpec, stack: contextlib.ExitStack
+    config: RunConfig,
+    requested: RunConfig,
+    folder: Path,
+    spec: ModelSpec,
+    stack: contextlib.ExitStack,
+    watch: Watchdog,
 ) -> CheckpointManager:
-    """Returns the run's checkpoints to write, with the workdir locked; the stack closes both.
+    """Returns the checkpoints to write, with the workdir locked and its ledger open; the stack closes all.
 
     Raises:
       ConfigError: processes differ in config, code or folder; another process uses the workdir; the
@@ -149,6 +166,8 @@ def _open_workdir(
             workdir.check_resume_config(folder, requested)
         store = workdir.open_checkpoints(folder, config)
     stack.enter_context(store)
+    if _is_lead():
+        stack.enter_context(watch.ledger.published(folder))
     consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
     return store
 
@@ -189,17 +208,14 @@ class Trainer:
     watch: Watchdog
     hooks: Sequence[Hook]
     schedule: ScheduleSteps
+    logger_classes: Mapping[str, loggers.Make]
     stopped: str = field(default="", init=False)  # by which signal the run ended early
     reason: str = field(default="", init=False)  # why it ended before train.steps without a signal
 
     def __post_init__(self) -> None:
         train, first_step, lead = self.config.train, self.progress.step, _is_lead()
         self.shardings = build.batch_shardings(self.config, self.built)  # once: a run outlives its files
-        views = []
-        if train.tensorboard:
-            tensorboard = extras.load("jaxdist.telemetry.tensorboard")
-            views.append(tensorboard.TensorBoardWriter(self.folder, enabled=lead, first_step=first_step))
-        self.writer = writer = MetricsWriter(self.folder, enabled=lead, views=views)
+        self.writer = writer = MetricsWriter(self.folder, enabled=lead)
         left_s = 60 * train.max_minutes - self.progress.elapsed_s if train.max_minutes else None
         self.display = display = Display(
             total_steps=train.steps,
@@ -241,6 +257,7 @@ class Trainer:
                 f"to start anew, give another --workdir."
             )
             self._check_last_updates(state)
+            self.watch.ledger.withdraw()
             return state
         self._log_start()
         try:
@@ -328,7 +345,9 @@ class Trainer:
           signals: once no further step follows; then all hooks are called.
         """
         interrupted, log = bool(signals and signals.stopping), self.writer.write
-        view = StepView(number, state, metrics, self.progress, last, interrupted, log)
+        view = StepView(
+            number, state, metrics, self.progress, last, interrupted, log, lambda: self._weights(state)
+        )
         for hook in self.hooks:
             if signals or hook.is_due(number):
                 with self.log.paused() as view.progress:
@@ -338,6 +357,9 @@ class Trainer:
                 self._enter_phase("save", number)
                 self.saver(view)
         return view.stop_reason
+
+    def _weights(self, state: State) -> dict[str, jax.Array]:
+        return trees.flatten_names(self.built.views.flat(state).trainable)
 
     def _evaluate(self, view: StepView) -> None:
         self.display.status("evaluating")
@@ -410,7 +432,11 @@ class Trainer:
         self.watch.at(phase, number, done=self.progress.step, sample=self._samples(max(number, 1))[0])
 
     def _log_start(self) -> None:
-        step = self.progress.step
+        step, report = self.progress.step, self.writer.event
+        for view in loggers.start(
+            self.logger_classes, self.folder, self.config, first_step=step, report=report
+        ):
+            self.writer.attach(view)
         if resized := elastic.resized(self.folder, self.config, jax.device_count()):
             self.writer.event("resize", step, **resized)
         self.writer.event("start", step, devices=jax.device_count(), processes=jax.process_count())

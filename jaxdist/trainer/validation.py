@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import jax
 
-from jaxdist.config import ConfigError, extras, is_text, schema
+from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.optim import optimizers
@@ -122,8 +121,6 @@ def _faults(run: RunConfig) -> Iterator[str]:
             f"batch.sequence_length={length} exceeds the model's longest sequence, {longest}{learned}; "
             f"shorten the sequence"
         )
-    if train.tensorboard and find_spec("tensorboardX") is None:
-        yield f"train.tensorboard needs tensorboardX: {extras.install_command('tensorboard')}"
     by_evaluations = {"checkpoint.keep_best": run.checkpoint.keep_best, "train.patience": train.patience}
     if not train.eval_every and any(by_evaluations.values()):
         keys = ", ".join(f"{key}={value}" for key, value in by_evaluations.items() if value)

@@ -336,11 +336,31 @@ def test_packaged_folders_exist_in_a_checkout():
 
 
 def test_help_lists_every_field_with_type_value_and_meaning():
-    text = files.help_text(schema.to_config_dict(Run(seed=4)), SCHEMA)
+    text = files.help_text(schema.to_config_dict(Run(seed=4)), SCHEMA, width=1000)
     lines = text.splitlines()
     assert len(lines) == len(SCHEMA)
     assert lines[0].split() == "--config.seed int = 4 for everything random".split()
     assert any("one of dots, none, full  = 'dots'" in line for line in lines)
+
+
+def test_help_is_wrapped_at_the_width_and_loses_nothing():
+    run = schema.to_config_dict(Run())
+    whole, narrow = (files.help_text(run, SCHEMA, width=width) for width in (1000, 48))
+    assert max(map(len, whole.splitlines())) > 48
+    assert max(map(len, narrow.splitlines())) <= 48
+    assert narrow.split() == whole.split()
+
+
+def test_help_lists_the_fields_with_a_text():
+    def paths(words):
+        text = files.help_text(schema.to_config_dict(Run()), SCHEMA, words=words, width=1000)
+        return [line.split()[0].removeprefix("--config.") for line in text.splitlines()]
+
+    by_path = [path for path in SCHEMA if "batch" in path]
+    assert paths("batch") == paths("--config.BATCH") == by_path and 0 < len(by_path) < len(SCHEMA)
+    assert paths("everything random") == ["seed"]
+    (fault,) = faults_of(files.help_text, {}, SCHEMA, words="bathc")
+    assert fault.startswith("--help bathc: no field has this") and "Did you mean" in fault
 
 
 def test_diff_names_changed_added_and_removed_paths():

@@ -1,4 +1,4 @@
-"""The report: one self-contained page, two runs overlaid, hostile text, clear errors, no jax."""
+"""The report: one self-contained page, runs overlaid, hostile text, clear errors, no jax."""
 
 import itertools
 import json
@@ -127,7 +127,7 @@ def test_two_runs_are_overlaid_with_their_differences(tmp_path):
     assert not (first / "report.html").exists()
     text, page = read_page(first / "report_vs_b.html")
     classes = [given.get("class", "") for tag, given in page.tags if tag == "g"]
-    assert any("run-a" in c for c in classes) and any("run-b" in c for c in classes)
+    assert any("run-0" in c for c in classes) and any("run-1" in c for c in classes)
     assert "<h1>a vs b</h1>" in text
     assert "Configuration: 1 difference<" in text
     row = "<td>optimizer.learning_rate</td><td class=number>0.0003</td><td class=number>0.0006</td>"
@@ -140,6 +140,29 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     out = tmp_path / "new" / "page.html"
     assert report.main([str(first), str(second), "--out", str(out)]) == 0
     assert "<h1>p/run vs q/run</h1>" in out.read_text()
+
+
+@pytest.mark.parametrize("count", [5, 18])
+def test_any_number_of_runs_is_overlaid(tmp_path, count):
+    runs = [
+        make_run(tmp_path / f"r{i}", name="x", learning_rate=1e-4 * (i + 1), steps=50 + i)
+        for i in range(count)
+    ]
+    assert report.main([str(run) for run in runs]) == 0
+    text, page = read_page(runs[0] / f"report_vs_{count - 1}_runs.html")
+    styles = {given["class"].partition(" ")[2].partition(" ")[2] for tag, given in page.tags if tag == "g"}
+    assert len(styles) == count, "each run has a colour or dashes of its own"
+    assert all(f".run-{i} " in text for i in range(8)) and ".dashed" in text and ".dotted" in text
+    assert f"<h1>r0 and {count - 1} more runs</h1>" in text and "Configuration: 1 difference<" in text
+    figures = text.partition("Key figures</h2>")[2].partition("</table>")[0]
+    assert figures.count("<tr>") == count + 1 and all(f" r{i}</td>" in figures for i in range(count))
+    labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
+    assert all(f"r{i} loss: from" in labels[0] for i in range(count))
+
+
+def test_names_have_as_many_parents_as_keep_them_apart(tmp_path):
+    runs = [make_run(tmp_path / x / y / "run", steps=2) for x in "ab" for y in "cd"]
+    assert report._names([str(run) for run in runs]) == ["a/c/run", "a/d/run", "b/c/run", "b/d/run"]
 
 
 def test_runs_without_a_file_or_without_steps(tmp_path):
@@ -208,7 +231,7 @@ def test_tick_labels():
 def test_thinning_keeps_peaks_and_bad_points():
     y = [1.0] * 10_000
     y[4321], y[7777] = 99.0, math.nan
-    thin = charts._thinned(charts.Curve("loss", "run-a", range(10_000), y))
+    thin = charts._thinned(charts.Curve("loss", "run-0", range(10_000), y))
     assert len(thin.x) <= charts.MAX_POINTS + 4
     assert 99.0 in thin.y and any(math.isnan(value) for value in thin.y)
     assert thin.x[0] == 0 and thin.x[-1] == 9_999

@@ -15,7 +15,7 @@ from jaxdist import train as train_command
 from jaxdist.checkpoint.files import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.distributed.local_devices import free_port
-from jaxdist.telemetry.metrics import read_rows
+from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import cli
 
 TINY = {
@@ -97,6 +97,15 @@ def last_step(workdir: Path) -> int:
 
 def losses(workdir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_rows(workdir).train}
+
+
+TIMES = {"time", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "data_wait_s"}
+
+
+def untimed(rows: MetricRows) -> list[dict]:
+    """Returns the rows without what a clock has measured: two equal runs have these equal, bit for bit."""
+    every = [*rows.train, *rows.evaluation]
+    return [{name: x for name, x in row.items() if name not in TIMES} for row in every]
 
 
 def every_loss(workdir: Path) -> dict[int, set[float]]:

@@ -1,7 +1,10 @@
 """The display: plain lines off a terminal, a live block on one, silence where it is disabled."""
 
 import io
+import re
+import time
 
+import pytest
 from rich.console import Console
 
 from jaxdist.telemetry.display import Display
@@ -29,8 +32,18 @@ class Clock:
 def plain(**options):
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, force_terminal=False, width=60)
-    display = Display(console=console, clock=clock, **{"total_steps": 100, **options})
+    display = Display(console=console, clock=clock, wall_clock=lambda: 0, **{"total_steps": 100, **options})
     return display, file, clock
+
+
+TIME = time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(0))
+
+
+def lines_of(file):
+    """Returns the lines without the time that each begins with."""
+    lines = file.getvalue().splitlines()
+    assert all(line.startswith(TIME) for line in lines)
+    return [line.removeprefix(TIME) for line in lines]
 
 
 def test_plain_lines_carry_numbers_units_and_eta():
@@ -39,7 +52,7 @@ def test_plain_lines_carry_numbers_units_and_eta():
         display.note("quickstart [bold]x")
         display.status("compiling")
         display.row(10, ROW)
-    title, line = file.getvalue().splitlines()
+    title, line = lines_of(file)
     assert title == "quickstart [bold]x", "text from outside is no markup"
     assert line == (
         "step 10/100 (10.0 %)  loss 3.1416  lr 3.00e-04  tokens/s 812k  MFU (causal) 41.2 %  "
@@ -54,7 +67,7 @@ def test_plain_lines_are_rate_limited_but_first_and_last_are_printed():
             clock.now += 0.1
             display.step(step)
             display.row(step, ROW)
-    steps = [int(line.split("/")[0].split()[1]) for line in file.getvalue().splitlines()]
+    steps = [int(line.split("/")[0].split()[1]) for line in lines_of(file)]
     assert steps[0] == 1 and steps[-1] == 50
     assert len(steps) <= 7 and steps == sorted(set(steps))
 
@@ -86,6 +99,22 @@ def test_a_terminal_gets_a_live_block():
     text = file.getvalue()
     assert "step 10 / 10" in text and "3.1416" in text and "saved checkpoints/10" in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), "the cursor must come back"
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_no_number_is_cut_on_a_narrow_terminal(width):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None)
+    row = ROW | {"learning_rate": 4.86e-4, "grad_norm": 1.234, "tokens_seen": 2e9}
+    with Display(total_steps=100_000, console=console) as display:
+        display.row(12_345, row)
+        display.evaluation(12_345, {"eval_loss": 3.25})
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    for text in ("4.86e-04", "812k", "41.2 %", "1.234", "3.2500 @ 12345", "12,345 /", "12.3 %", "ETA"):
+        assert text in shown, text
+    assert "…" not in shown and "..." not in shown
+    live = shown[shown.rindex("●") :].splitlines()
+    assert max(map(len, live)) <= width
 
 
 def test_other_processes_show_nothing():

@@ -22,14 +22,14 @@ from support.paths import ROOT
 PACKAGE = ROOT / "jaxdist"
 EVENTS = set(  # of events.jsonl: tools read them
     "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
-    + "spike drift straggler".split()
+    + "spike drift straggler logger_failed".split()
 )
 
 
 def test_rows_keep_full_precision_and_valid_json(tmp_path):
     value = 0.1 + 0.2
     third = jnp.float32(1) / 3
-    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
         writer.write(1, {"loss": value, "grad_norm": third, "tokens_seen": np.int64(7), "mfu": None})
         writer.write(2, {"loss": math.nan, "grad_norm": math.inf, "x": -math.inf})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -39,19 +39,20 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
 
     assert json.loads(lines[1], parse_constant=refuse)["loss"] == "NaN"
     first, second = metrics.read_rows(tmp_path).train
-    assert first == {"step": 1, "loss": value, "grad_norm": float(third), "tokens_seen": 7, "mfu": None}
+    head = {"step": 1, "time": 12.5, "loss": value}
+    assert first == head | {"grad_norm": float(third), "tokens_seen": 7, "mfu": None}
     assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf
     assert second["x"] == -math.inf
 
 
 def test_last_row_of_a_step_wins_and_evaluation_is_separate(tmp_path):
-    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
         for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
             writer.write(step, {"loss": loss})
         writer.write(2, {"eval_loss": 6.0, "eval_tokens": 10})
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["loss"]) for row in rows.train] == [(1, 5.0), (2, 4.5), (3, 3.0)]
-    assert rows.evaluation == [{"step": 2, "eval_loss": 6.0, "eval_tokens": 10}]
+    assert rows.evaluation == [{"step": 2, "time": 12.5, "eval_loss": 6.0, "eval_tokens": 10}]
 
 
 def test_rows_of_another_schedule_do_not_count(tmp_path):
@@ -69,12 +70,12 @@ def test_rows_of_another_schedule_do_not_count(tmp_path):
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 1.0}', b"\x00\xff"])
 def test_a_torn_last_line_is_repaired_by_a_new_line(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
-    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
         writer.write(1, {"loss": 2.0})
     path.write_bytes(path.read_bytes() + torn)
     before = path.read_bytes()
     assert not before.endswith(b"\n")
-    assert metrics.read_rows(path).train[0] == {"step": 1, "loss": 2.0}
+    assert metrics.read_rows(path).train[0] == {"step": 1, "time": 12.5, "loss": 2.0}
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         writer.write(3, {"loss": 0.5})
     after = path.read_bytes()

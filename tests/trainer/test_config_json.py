@@ -104,6 +104,36 @@ def test_trust_is_in_the_target_that_was_named_alone(code, tmp_path, capsys):
     assert f"(here: '{other}:Model')" in error
 
 
+def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
+    file = code(tmp_path / "there" / "foreign_logger.py")
+    stored = run_config.default_config()
+    stored.train.loggers = (f"{file}:Model", "tensorboard")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(stored.to_json())
+
+    def parsed(parser, *flags):
+        found = cli.parse(parser, ["--config", f"{run}/config.json", *flags])[1].train.loggers
+        assert not executed(file), "the command does so as the run begins"
+        return found
+
+    def parsed_by_train(*flags):
+        return parsed(train._parser(), "--workdir", str(tmp_path / "other"), *flags)
+
+    with pytest.raises(ConfigError, match="--config.train.loggers=.*, or --trust-code"):
+        parsed_by_train()
+    with pytest.raises(ConfigError, match="--config.train.loggers=.*, or --trust-code"):
+        parsed(train._parser(), "--workdir", str(run))
+    assert parsed_by_train("--trust-code") == (f"{file}:Model", "tensorboard")
+    assert parsed_by_train(f"--config.train.loggers={file}:Model") == (f"{file}:Model",)
+    assert parsed_by_train("--config.train.loggers=tensorboard") == ("tensorboard",)
+    assert len(parsed(plan._parser(), "--on", "cpu:1")) == 2, "plan makes no logger"
+    inside = code(run / "logger_in_run.py")
+    with pytest.raises(ConfigError, match="lies in the run's folder"):
+        parsed(train._parser(), "--workdir", str(run), f"--config.train.loggers={inside}:Model")
+    workdir.read_config(run)  # to compare with, or to generate text: no logger is made
+
+
 @pytest.mark.parametrize("how", ["path", "module", "package", "link to it", "link from it", "above"])
 def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"

@@ -1,13 +1,18 @@
-"""Hooks of the training loop: when they are called, what they see, and what they may ask for."""
+"""Hooks of the training loop: when they are called, what they see, and what they may ask for. Loggers."""
+
+import json
 
 import jax
 import numpy as np
 import pytest
 
 from jaxdist.checkpoint.files import list_steps
+from jaxdist.config import ConfigError, trees
+from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.hooks import every
+from support.runs import untimed
 
 STEPS = 7
 
@@ -56,6 +61,26 @@ def test_a_hook_sees_the_state_of_its_step_and_logs_beside_the_rows(tmp_path):
     assert [row["step"] for row in rows.train] == list(range(1, STEPS + 1))
 
 
+def test_a_hook_sees_the_weights_by_name_as_checkpoints_hold_them(tmp_path):
+    seen = {}
+
+    def look(view):
+        seen[view.step] = {path: np.asarray(x) for path, x in view.weights().items()}
+
+    result = train(tmp_path, every(STEPS, look))
+    last = trees.flatten_names(result.built.views.flat(result.state).trainable)
+    assert seen[STEPS].keys() == last.keys() and "blocks/mlp/up" in last
+    assert all(np.array_equal(seen[STEPS][path], x) for path, x in last.items())
+
+
+def test_what_is_no_hook_is_refused_before_anything_compiles(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"hooks: <built-in function print> is no hook; write jaxdist.every"
+    ):
+        train(tmp_path / "run", print)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_hook_saves_and_the_run_resumes_there(tmp_path):
     train(tmp_path, every(3, lambda view: view.save()), checkpoint__save_at_end=False)
     assert list_steps(tmp_path / "checkpoints") == [3, 6]
@@ -71,3 +96,29 @@ def test_a_hook_stops_the_run_which_is_evaluated_saved_and_resumed(tmp_path):
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "evaluate", "save", "stop"]
     assert read_events(tmp_path)[-1]["reason"] == "good enough"
     assert int(train(tmp_path, **changes).state.step) == STEPS
+
+
+def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger, "CLOSE_S", 1.0)
+    names = ("NotMade", "Raising", "Sleeping", "Recording")
+    own = tuple(f"support.loggers:{name}" for name in names)
+    evaluates = {"train__eval_every": 4, "data__validation_tokens": 1024}
+    train(tmp_path / "without", **evaluates)
+    train(tmp_path / "with", **evaluates, train__loggers=own, train__tensorboard=True)
+    with_, without = (read_rows(tmp_path / name) for name in ("with", "without"))
+    assert untimed(with_) == untimed(without) and len(with_.train) == STEPS
+    events = [event for event in read_events(tmp_path / "with") if event["event"] == "logger_failed"]
+    failed = [event["logger"] for event in events if "not ended within" not in event["error"]]
+    assert sorted(failed) == sorted(own[:2]) and {*own[:3]} <= {event["logger"] for event in events}
+    assert list((tmp_path / "with" / "tensorboard").iterdir())
+    calls = [json.loads(line) for line in (tmp_path / "with" / "calls.jsonl").open()]
+    assert calls[0][:4:2] == ["made", json.loads((tmp_path / "with/run.json").read_text())["run"]]
+    assert [call[1] for call in calls if call[0] == "event" and call[1] != "logger_failed"] == [
+        "start", "evaluate", "evaluate", "save", "stop",
+    ]  # fmt: skip
+    rows = [call[2] for call in calls if call[0] == "write" and "loss" in call[2]]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in with_.train]
+    assert calls[-1] == ["close"]
+    with pytest.raises(ConfigError, match=r"train.loggers='support.loggers:Other': .*no class 'Other'"):
+        train(tmp_path / "none", train__loggers=("support.loggers:Other",))
+    assert not (tmp_path / "none").exists()

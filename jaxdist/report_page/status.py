@@ -1,0 +1,199 @@
+"""What a run is doing, from the files of its workdir: read in milliseconds, also while it trains. No jax."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, schema
+from jaxdist.report_page.summary import number
+from jaxdist.storage import lock, untrusted
+from jaxdist.telemetry import ledger, metrics
+from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+
+RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json")  # one of them is in the folder of any run
+ACTIVITIES = {
+    "start": "starting",
+    "restore": "reading a checkpoint",
+    "compile": "compiling",
+    "data": "training",
+    "step": "training",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "end": "writing its last files",
+}
+_ENDS = ("start", "stop", "preempted", "peer_lost", "hang")  # the last of them says how a life went
+_QUIET_S = 3 * ledger.BEAT_S  # after which a run on another machine counts as ended
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The files of a workdir as they are now."""
+
+    folder: Path
+    config: Mapping[str, Any]  # flat
+    rows: metrics.MetricRows  # the last ones
+    events: list[metrics.Row]
+    lives: list[ledger.Life]
+    now: float  # seconds since 1970
+
+    @property
+    def running(self) -> bool:
+        """Whether a process trains it: it holds the lock, or has written its ledger a moment ago."""
+        held = lock.is_held(self.folder / ".lock")
+        if held is None:
+            life = self.lives[-1] if self.lives else None
+            return life is not None and not life.ended and self.now - life.written < _QUIET_S
+        return held
+
+    def document(self) -> dict[str, Any]:
+        """Returns what `jaxdist status --json` prints."""
+        row = self.rows.train[-1] if self.rows.train else {}
+        evaluated = self.rows.evaluation[-1] if self.rows.evaluation else {}
+        state, reason = self._state()
+        running, life = state == "running", self.lives[-1] if self.lives else None
+        steps, step = _whole(self.config.get("train.steps")), self._step()
+        step_s = number(row.get("step_time_s"))
+        spent = self._account(running)
+        document = {
+            "workdir": str(self.folder),
+            "state": state,
+            "reason": reason,
+            "doing": ACTIVITIES.get(life.phase, life.phase) if running and life else None,
+            "since": life.since if running and life else self._last_time(),
+            "step": step,
+            "steps": steps,
+            "eta_s": step_s * (steps - step) if running and steps and step_s is not None else None,
+            "next_save": self._next_save(step, steps, step_s) if running else None,
+            **{name: row.get(name) for name in ("loss", "tokens_per_s", "mfu", "tokens_seen", "step_time_s")},
+            "eval_loss": evaluated.get("eval_loss"),
+            "started": next((event["time"] for event in self.events if event["event"] == "start"), None),
+            "starts": sum(event["event"] == "start" for event in self.events),
+            "goodput": spent.goodput,
+            "ledger": {"buckets": spent.buckets, "wall_s": spent.wall_s},
+        }
+        return {name: _finite(value) for name, value in document.items()}
+
+    def _state(self) -> tuple[str, str | None]:
+        """Returns the state, and why: running, finished, stopped, failed, preempted, died, or not started."""
+        if self.running:
+            return "running", None
+        ends = [event for event in self.events if event["event"] in _ENDS]
+        last = ends[-1] if ends else None
+        if last is None:
+            return ("died", "before its first step") if self.lives else ("not started", None)
+        name, reason = last["event"], str(last.get("reason"))
+        if name == "stop":
+            bad = "error" in last or reason == "nonfinite"
+            return "failed" if bad else "finished" if reason == "finished" else "stopped", reason
+        if name == "start":
+            return "died", "its process ended without a word"
+        return ("preempted", None) if name == "preempted" else ("failed", name)
+
+    def _step(self) -> int:
+        rows, lives = self.rows.train[-1:], self.lives[-1:]
+        steps = [row["step"] for row in rows] + [life.step for life in lives if life.first is not None]
+        return steps[-1] if self.lives and self.running and steps else max(steps, default=0)
+
+    def _last_time(self) -> float | None:
+        times = [event["time"] for event in self.events[-1:]]
+        times += [t for row in self.rows.train[-1:] if (t := number(row.get("time"))) is not None]
+        return max(times, default=None)
+
+    def _next_save(self, step: int, steps: int, step_s: float | None) -> dict[str, Any] | None:
+        """Returns the step of the next save, or the time to it, as far as `checkpoint.*` says."""
+        every = _whole(self.config.get("checkpoint.every_steps"))
+        at_end = steps if self.config.get("checkpoint.save_at_end") and steps > step else 0
+        if every and (not at_end or (step // every + 1) * every < at_end):
+            at_end = (step // every + 1) * every
+        in_s = [step_s * (at_end - step)] if at_end and step_s is not None else []
+        if minutes := number(self.config.get("checkpoint.every_minutes")):
+            saves = [event["time"] for event in self.events if event["event"] in ("save", "start")]
+            in_s.append(max(0.0, saves[-1] + 60 * minutes - self.now) if saves else 60 * minutes)
+        return {"step": at_end or None, "in_s": min(in_s, default=None)} if at_end or in_s else None
+
+    def _account(self, running: bool) -> ledger.Account:
+        if self.lives:
+            return ledger.account(self.lives, self.now if running else None)
+        rows, log_every = metrics.scan_rows(self.folder), _whole(self.config.get("train.log_every"))
+        return ledger.account_of_records(rows, self.events, log_every=log_every or 1)
+
+
+def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
+    """Returns the status of the run in a folder.
+
+    Raises:
+      ConfigError: it holds no run.
+    """
+    folder = Path(workdir)
+    if not is_run(folder):
+        known = ", ".join((*RUN_FILES, ledger.LEDGER_FILE))
+        raise ConfigError(f"{folder}: holds no run (none of {known}); give the --workdir of train")
+    config: Mapping[str, Any] = {}
+    try:
+        config = schema.flatten(untrusted.read_json(folder / "config.json", dict))
+    except (OSError, untrusted.Malformed):
+        pass  # the rest says enough
+    rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
+    now = time.time() if now is None else now
+    return RunStatus(folder, config, rows, events, ledger.read_lives(folder), now)
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is the workdir of a run."""
+    return any((folder / file).is_file() for file in (*RUN_FILES, ledger.LEDGER_FILE))
+
+
+_NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("loss", "{:.4f}".format),
+    ("eval_loss", "{:.4f}".format),
+    ("tokens_per_s", count_text),
+    ("mfu", percent_text),
+    ("step_time_s", time_text),
+)
+
+
+def as_text(document: Mapping[str, Any]) -> str:
+    """Returns a status for people, a line for each thing."""
+    doing, since = document["doing"] or document["reason"], document["since"]
+    passed = duration_text(max(0.0, time.time() - since)) if since else ""
+    how_long = f" for {passed}" if document["doing"] else f", {passed} ago"
+    said = f"{document['state']}{f': {doing}' if doing else ''}{how_long if passed else ''}"
+    steps = f" of {document['steps']:,}" if document["steps"] else ""
+    lines = [document["workdir"], f"state     {said}", f"step      {document['step']:,}{steps}"]
+    if document["eta_s"] is not None:
+        lines[-1] += f", done in {duration_text(document['eta_s'])}"
+    if save := document["next_save"]:
+        at = f"at step {save['step']:,}" if save["step"] else ""
+        within = f"in {duration_text(save['in_s'])}" if save["in_s"] is not None else ""
+        lines.append(f"next save {', '.join(filter(None, (at, within)))}")
+    known = ((name, number(document[name]), show) for name, show in _NUMBERS)
+    shown = [f"{name} {show(value)}" for name, value, show in known if value is not None]
+    lines += [f"now       {', '.join(shown)}"] * bool(shown)
+    lines += _ledger_lines(document)
+    return "\n".join(lines)
+
+
+def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
+    spent = document["ledger"]
+    if not spent["wall_s"]:
+        return []
+    goodput = percent_text(document["goodput"]) if document["goodput"] is not None else "-"
+    lines = [f"goodput   {goodput} of {duration_text(spent['wall_s'])} in {document['starts']} starts"]
+    for name, seconds in sorted(spent["buckets"].items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            lines.append(
+                f"  {name:<10}{duration_text(seconds):>9}  {percent_text(seconds / spent['wall_s']):>7}"
+            )
+    return lines
+
+
+def _whole(value: object) -> int:
+    return value if type(value) is int and 0 < value < 2**53 else 0
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value that JSON has: NaN and infinities as text, as in metrics.jsonl."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,36 @@
+"""`python -m jaxdist.runs [FOLDER]`: a table of the runs below a folder, and how their configs differ.
+
+Needs no jax, and disturbs no run.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist import config
+from jaxdist.report_page import runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit code (0 or 78)."""
+    try:
+        flags = _parser().parse_args(argv)
+        document = runs.table(Path(flags.folder))
+    except config.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return config.EXIT_CONFIG
+    print(json.dumps(document, indent=1) if flags.json else runs.as_text(document))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = config.Parser(prog="jaxdist runs", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("folder", nargs="?", default="runs", help="folder with runs in it (default: runs)")
+    parser.add_argument("--json", action="store_true", help="the same as JSON, with all keys that differ")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(config.quiet_pipe(main))

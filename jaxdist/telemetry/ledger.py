@@ -1,0 +1,236 @@
+"""Where a run's wall time went: `ledger.json` of a workdir, and how its lives add up.
+
+A life is one start of the run. It books every moment to the bucket of the phase that it is in, by one steady
+clock, so that buckets add up to the life; between two lives the run was `down`. Steps that a later life did
+again were `lost`.
+"""
+
+import bisect
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from jaxdist.storage import atomic, untrusted
+from jaxdist.telemetry.metrics import Row
+
+LEDGER_FILE = "ledger.json"
+PUBLISH_S, BEAT_S = 1.0, 10.0  # between two writes of what has changed; of what has not
+CLOSE_S = 5.0  # that the end of a run waits for the last write
+DOWN, LOST, STEP, OTHER = "down", "lost", "step", "other"
+
+_IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
+_MOST_LIVES = 10_000
+
+
+@dataclass
+class Life:
+    """One start of a run. Times are seconds since 1970, the rest is seconds of a steady clock."""
+
+    began: float
+    written: float = 0.0  # when this was written
+    ended: bool = False  # in an orderly way
+    phase: str = "start"  # what it does then
+    since: float = 0.0
+    first: int | None = None  # updates finished before its first step
+    step: int = 0  # updates finished
+    undone: int = 0  # steps that it did, and went back behind
+    buckets: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.buckets.values())
+
+
+class Ledger:
+    """Books the time of this life. `enter` costs a microsecond; a thread writes."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ):
+        """Begins the life, in the phase `start`; nothing is written yet."""
+        self._clock, self._wall_clock = clock, wall_clock
+        began = wall_clock()
+        self._life, self._entered = Life(began, since=began), clock()
+        self._lock, self._over = threading.Lock(), threading.Event()  # of the life; ends the thread
+        self._writing = threading.Lock()
+        self._before: list[Life] = []
+        self._withdrawn = False
+        self._file: Path | None = None
+
+    def enter(self, phase: str, done: int = 0) -> None:
+        """Closes the bucket of the phase before.
+
+        Args:
+          done: updates finished; means nothing before the phase `data`.
+        """
+        with self._lock:
+            self._book()
+            life = self._life
+            if phase != life.phase and not {phase, life.phase} <= set(_IN_LOOP):
+                life.since = self._wall_clock()
+            life.phase = phase
+            if phase in _IN_LOOP and life.first is None:
+                life.first = life.step = done
+            if life.first is not None and done:
+                life.undone += max(0, life.step - done)
+                life.step = done
+
+    def _book(self) -> None:
+        now, buckets = self._clock(), self._life.buckets
+        buckets[self._life.phase] = buckets.get(self._life.phase, 0.0) + now - self._entered
+        self._entered = now
+
+    @contextlib.contextmanager
+    def published(self, folder: Path) -> Iterator[None]:
+        """Writes the life to the workdir's ledger, beside those before, from a thread until the body ends."""
+        self._file, self._before = folder / LEDGER_FILE, read_lives(folder)
+        thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._life.ended = True
+            self._over.set()
+            thread.join(CLOSE_S)  # a disk that hangs holds nobody up
+
+    def withdraw(self) -> None:
+        """Takes the life out of the ledger as it ends: the run had been finished, and nothing was done."""
+        self._withdrawn = True
+
+    def _keep(self) -> None:
+        shown: tuple = ()
+        while not self._over.is_set():
+            life = self._life
+            state = (life.phase, life.step, self._wall_clock() // BEAT_S)
+            if state != shown:
+                self._write()
+                shown = state
+            self._over.wait(PUBLISH_S)
+        if not self._withdrawn:
+            self._write()
+        elif self._before:
+            self._put(self._before)
+        elif self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+
+    def _write(self) -> None:
+        with self._writing:
+            with self._lock:
+                self._book()
+                self._life.written = self._wall_clock()
+                lives = [*self._before, Life(**asdict(self._life))]
+            self._put(lives)
+
+    def _put(self, lives: Sequence[Life]) -> None:
+        document = {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk: the run goes on
+                atomic.write_text(self._file, json.dumps(document) + "\n")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_lives(folder: Path | str) -> list[Life]:
+    """Returns the lives in a workdir's ledger, in order; [] where there is none that can be read."""
+    try:
+        stored = untrusted.read_json(Path(os.fspath(folder)) / LEDGER_FILE, dict)
+        return [_life(entry) for entry in untrusted.of_kind(stored.get("lives"), list, "lives")]
+    except (OSError, untrusted.Malformed, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _life(entry: dict) -> Life:
+    """Returns a life as it was written; raises what `read_lives` catches if it is another thing."""
+    life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
+    numbers = (life.began, life.written, life.since, *life.buckets.values())
+    if not all(map(_is_time, numbers)):
+        raise untrusted.Malformed("a time is no number")
+    counts = (life.step, life.undone, 0 if life.first is None else life.first)
+    if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(life.phase, str):
+        raise untrusted.Malformed("a step is no number")
+    return life
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Account:
+    """All lives of a run together: {bucket: seconds}, which add up to `wall_s`."""
+
+    buckets: dict[str, float]
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.buckets.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time in steps that counted; None before any time has passed."""
+        return self.buckets.get(STEP, 0.0) / self.wall_s if self.wall_s else None
+
+
+def account(lives: Sequence[Life], now: float | None = None) -> Account:
+    """Returns the account of a run's lives, to the end of the last one.
+
+    Args:
+      now: seconds since 1970, if the last life goes on: what it does since it was written is added.
+    """
+    buckets: dict[str, float] = {DOWN: 0.0, LOST: 0.0}
+    for index, life in enumerate(lives):
+        for name, seconds in life.buckets.items():
+            buckets[name] = buckets.get(name, 0.0) + seconds
+        wasted = life.buckets.get(STEP, 0.0) * _lost_share(life, lives[index + 1 :])
+        buckets[LOST] += wasted
+        if wasted:
+            buckets[STEP] -= wasted
+        if index + 1 < len(lives):
+            buckets[DOWN] += max(0.0, lives[index + 1].began - life.began - life.seconds)
+    if lives and now is not None:
+        last = lives[-1]
+        buckets[last.phase] = buckets.get(last.phase, 0.0) + max(0.0, now - last.written)
+    return Account(buckets)
+
+
+def _lost_share(life: Life, later: Sequence[Life]) -> float:
+    """Returns the share of a life's steps that were done again."""
+    if life.first is None:
+        return 0.0
+    done = life.step - life.first + life.undone
+    restarts = [other.first for other in later if other.first is not None]
+    kept = max(life.first, min([life.step, *restarts]))
+    return (life.step - kept + life.undone) / done if done else 0.0
+
+
+def account_of_records(rows: Sequence[Row], events: Sequence[Row], *, log_every: int) -> Account:
+    """Returns the account of a run without a ledger, from its rows and events in the order of their files.
+
+    Steps by the rows' `step_time_s`; what has no name is `other`.
+    """
+    signs = sorted(record["time"] for record in (*events, *rows) if _is_time(record.get("time")))
+    wall_s = signs[-1] - signs[0] if signs else 0.0
+    starts = [bisect.bisect_left(signs, event["time"]) for event in events if event["event"] == "start"]
+    down_s = sum(signs[at] - signs[at - 1] for at in set(starts) if at)
+    spent: dict[int, float] = {}  # by step: of the last row that tells of it
+    all_s, before = 0.0, 0
+    for row in rows:
+        seconds, step = row.get("step_time_s"), row["step"]
+        first = before if before < step else max(0, step - log_every)
+        if _is_time(seconds):
+            all_s += seconds * (step - first)
+            if step <= before:  # the run has gone back
+                spent = {end: s for end, s in spent.items() if end <= first}
+            spent[step] = seconds * (step - first)
+        before = step
+    step_s, room = sum(spent.values()), max(0.0, wall_s - down_s)
+    scale = min(1.0, room / all_s) if all_s else 0.0
+    known = {DOWN: wall_s - room, LOST: scale * (all_s - step_s), STEP: scale * step_s}
+    return Account(known | {OTHER: wall_s - sum(known.values())})

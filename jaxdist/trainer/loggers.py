@@ -1,0 +1,74 @@
+"""The loggers of a run: refused before anything compiles, or started with it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, schema
+from jaxdist.distributed import coordination
+from jaxdist.models import registry
+from jaxdist.storage import untrusted
+from jaxdist.telemetry.loggers import logger
+from jaxdist.telemetry.loggers.background import BackgroundLogger
+from jaxdist.trainer import workdir
+from jaxdist.trainer.run_config import RunConfig, TrainConfig
+
+KEY = "train.loggers"
+
+Make = Callable[[logger.LoggedRun], logger.Logger]
+
+
+def named_classes(config: RunConfig) -> list[str]:
+    """Returns the loggers of a config that are code it names by module or file."""
+    return [name for name in config.train.loggers if ":" in name]
+
+
+def find(config: TrainConfig, *, lead: bool) -> dict[str, Make]:
+    """Returns the class of each logger, on the process that logs; executes the modules that they name.
+
+    Raises:
+      ConfigError: on all processes: there is no such logger, or it cannot be loaded.
+    """
+    names = logger.names_of(config.loggers, tensorboard=config.tensorboard)
+    if faults := list(logger.faults(names)):
+        raise ConfigError(faults)
+    with coordination.raise_on_all():
+        return {name: _find(name) for name in names} if lead else {}
+
+
+def _find(name: str) -> Make:
+    try:
+        if ":" not in name:
+            return logger.find_known(name)
+        own: Any = registry.find_class(name, object, "class", key=KEY)
+        return own
+    except ConfigError:
+        raise
+    except Exception as error:  # of any module's code
+        raise ConfigError(f"{KEY}={name}: cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def start(
+    classes: Mapping[str, Make],
+    folder: Path,
+    config: RunConfig,
+    *,
+    first_step: int,
+    report: Callable[..., None],
+) -> list[BackgroundLogger]:
+    """Returns the loggers, each being made in its own thread.
+
+    Args:
+      first_step: updates finished before.
+      report: writes an event; told of the first fault of each logger.
+    """
+    if not classes:
+        return []
+    info: dict[str, Any] = untrusted.read_json(folder / workdir.RUN, dict)
+    flat = schema.flatten(schema.to_config_dict(config))
+    run = logger.LoggedRun(folder, flat, info, first_step)
+    return [
+        BackgroundLogger(name, functools.partial(make, run), report, close_s=logger.CLOSE_S)
+        for name, make in classes.items()
+    ]
