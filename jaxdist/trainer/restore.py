@@ -1,6 +1,7 @@
 """Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
 import math
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -25,7 +26,7 @@ from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
-from jaxdist.telemetry.metrics import read_events
+from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.best import checked_best
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -175,6 +176,13 @@ def _restore(
     if back_to is not None:
         _set_aside(store, back_to, f"the run went back to step {back_to}: train.steps was raised")
     return restored
+
+
+def write_bad_checkpoints(error: CheckpointError, folder: Path) -> None:
+    """Writes an event for each checkpoint that could not be used."""
+    with contextlib.closing(MetricsWriter(folder, enabled=jax.process_index() == 0)) as events:
+        for step, reason in error.steps.items():
+            events.event("bad_checkpoint", step, reason=reason)
 
 
 def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:

@@ -106,7 +106,7 @@ def train(
                 config, built, dataset, store, folder, watch, inputs, schedule.back_to
             )
         except CheckpointError as error:  # the run never begins, but its events say why
-            _write_bad_checkpoints(error, folder)
+            restore.write_bad_checkpoints(error, folder)
             raise
         state, progress, skipping = start
         trainer = Trainer(
@@ -135,12 +135,6 @@ def _open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Wa
     if config.train.eval_every:
         dataset.num_validation_batches(config.batch.global_size)
     return dataset
-
-
-def _write_bad_checkpoints(error: CheckpointError, folder: Path) -> None:
-    with contextlib.closing(MetricsWriter(folder, enabled=_is_lead())) as events:
-        for step, reason in error.steps.items():
-            events.event("bad_checkpoint", step, reason=reason)
 
 
 def _open_workdir(

@@ -74,7 +74,8 @@ def faults(names: Iterable[str]) -> Iterator[str]:
         if name in BUILT_IN:
             package = BUILT_IN[name][2]
             if find_spec(package) is None:
-                yield f"train.loggers={name} needs {package}: {extras.install_command(extras.EXTRAS[package])}"
+                cure = extras.install_command(extras.EXTRAS[package])
+                yield f"train.loggers={name} needs {package}: {cure}"
         elif ":" not in name and name not in _entry_points():
             known = [*BUILT_IN, *_entry_points()]
             yield (
