@@ -1,7 +1,7 @@
 """Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
 
-import math
 import contextlib
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
