@@ -17,6 +17,7 @@ from jaxdist.models.transformer import TransformerConfig
 
 Values = Mapping[str, Any]  # fields of TransformerConfig
 REQUIRED = object()
+_MOST_LAYERS = 100_000
 
 
 class Source:
@@ -84,9 +85,14 @@ class Rule:
 def plain(ours: str, key: str, default: Any = REQUIRED) -> Rule:
     """Returns the rule of a value that is a field as it stands."""
     kind = type(getattr(TransformerConfig(), ours))
-    return Rule(
-        lambda source, _: {ours: source.number(key, default, kind)}, lambda values: {key: values[ours]}
-    )
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        value = source.number(key, default, kind)
+        if ours == "num_layers" and value > _MOST_LAYERS:  # a list of their kinds must fit into memory
+            value = source.refuse(key, value, f"at most {_MOST_LAYERS:,} layers are supported", 1)
+        return {ours: value}
+
+    return Rule(read, lambda values: {key: values[ours]})
 
 
 def implied(**ours: Any) -> Rule:

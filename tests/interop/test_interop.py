@@ -352,6 +352,7 @@ REFUSED = {
     "unknown": ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0: this field"),
     "look-alike": ({"model_type": "helium"}, "model_type='helium': it rotates pairs"),
     "type of types": ({"model_type": ["llama"]}, "model_type=['llama']: a name is required"),
+    "endless layers": ({"num_hidden_layers": 10**20}, "at most 100,000 layers are supported"),
     "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0: a whole number > 0 is required"),
     "no head": ({"head_dim": 0}, "head_dim=0: a whole number > 0 is required"),
     "not legal here": ({"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),

@@ -1,5 +1,6 @@
 """Malformed files made from sound ones: known tricks of a format, and edits by chance from a seed."""
 
+import copy
 import functools
 import gzip
 import io
@@ -127,16 +128,21 @@ def _slots(value: Any) -> list[tuple[Any, Any]]:
     return slots
 
 
+def _any_value(random: Random) -> Any:
+    """Returns one of VALUES, which edits of it leave as they are: none comes to hold itself."""
+    return copy.deepcopy(random.choice(VALUES))
+
+
 def edited(value: Any, random: Random) -> Any:
     """Returns JSON with one place changed; it may share parts with what it was."""
     slots = _slots(value)
     if not slots or random.random() < 0.01:
-        return random.choice(VALUES)
+        return _any_value(random)
     shallow = [slot for slot in slots if slot[0] is value]
     container, key = random.choice(shallow if random.random() < 0.4 else slots)
     kind = random.randrange(10)
     if kind < 5:
-        container[key] = random.choice(VALUES)
+        container[key] = _any_value(random)
     elif kind == 5:
         other, there = random.choice(slots)
         container[key] = json.loads(json.dumps(other[there]))  # a copy: no value may hold itself
@@ -149,7 +155,7 @@ def edited(value: Any, random: Random) -> Any:
             (-container[key], container[key] + 1, container[key] * 2**40, str(container[key]))
         )
     elif isinstance(container, list):
-        container.insert(key, random.choice(VALUES))
+        container.insert(key, _any_value(random))
     else:
         container[key] = [container[key]] if random.random() < 0.5 else {"x": container[key]}
     return value
@@ -178,7 +184,7 @@ def _edit_lines(sound: bytes, random: Random) -> bytes:
         number = random.randrange(len(lines))
         try:
             lines[number] = _edit_json(lines[number], random)
-        except ValueError:  # it has been edited before
+        except (ValueError, RecursionError):  # it has been edited before
             lines[number] = _edit_bytes(lines[number], random)
     return b"\n".join(lines) + b"\n"
 
