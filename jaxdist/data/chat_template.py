@@ -54,7 +54,7 @@ class ChatTemplate:
         variables = (
             {"tools": None, "documents": None, "add_generation_prompt": False} | self._special | options
         )
-        tracker = self._environment.extensions[_Generation.identifier]
+        tracker: Any = self._environment.extensions[_Generation.identifier]
         tracker.blocks, tracker.spans = [], []
         try:
             for block in self._template.generate(messages=list(messages), **variables):
