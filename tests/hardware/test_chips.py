@@ -160,7 +160,7 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
     (tmp_path / "wrapper_of_missing.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(extras.EXTRAS, "no_such_module", "hf")
-    with pytest.raises(ImportError, match=r'pip install "jaxdist\[text\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[text\]"'):
         extras.load("wrapper_of_missing", extra="text")
-    with pytest.raises(ImportError, match=r'pip install "jaxdist\[hf\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[hf\]"'):
         extras.load("no_such_module")

@@ -111,6 +111,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
     assert json.loads((home / "run" / "plan.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_two_plans_at_once(cache):
     run, target = run_of(SMALLEST), targets.parse("cpu:2")
     options = CompileOptions(cache=cache / "two", flags=(*QUICKLY, ("xla_nope", True)))

@@ -124,7 +124,11 @@ def test_the_counts_of_every_layout_are_those_of_one_device(name):
     jax.tree.map(np.testing.assert_array_equal, other[0].model_state, one[0].model_state)
     assert other[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-6)
     assert other[1]["aux/balance"] == pytest.approx(one[1]["aux/balance"], rel=1e-6)
-    assert [float(x) for x in other[2]] == pytest.approx([float(x) for x in one[2]], rel=1e-6)
+    (*sums, aux), (*expected, expected_aux) = other[2], one[2]
+    assert [float(x) for x in sums] == pytest.approx([float(x) for x in expected], rel=1e-6)
+    assert aux.keys() == expected_aux.keys() == {"aux/balance"}
+    for name, ratio in aux.items():
+        assert [float(x) for x in ratio] == pytest.approx([float(x) for x in expected_aux[name]], rel=1e-6)
     assert worst(other[3], one[3]) < 1e-5
 
 
