@@ -147,6 +147,7 @@ def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
     with launched(workdir, "--processes", number, **(endless | {"checkpoint__every_minutes": 0.03})) as agent:
         while not (saved := list_steps(workdir / "checkpoints")):
             assert agent.poll() is None
+            time.sleep(0.05)
         for pid in processes(agent).values():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
         time.sleep(1)

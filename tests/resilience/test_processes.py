@@ -142,7 +142,8 @@ exec(CELL, {})
 """
 
 
-@pytest.mark.parametrize("shell", ["python -c", pytest.param("IPython", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default tests/trainer/test_fit.py presses the button of a kernel
+@pytest.mark.parametrize("shell", ["python -c", "IPython"])
 def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell):
     if shell == "IPython":
         pytest.importorskip("IPython")

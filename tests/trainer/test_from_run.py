@@ -160,6 +160,7 @@ def test_a_new_run_needs_the_source_once(old, text, tmp_path):
     assert list_steps(new / "checkpoints") == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_trained_tokenizer_comes_along(text, tmp_path):
     pytest.importorskip("tokenizers", reason="extra text")
     old, new = tmp_path / "old", tmp_path / "new"

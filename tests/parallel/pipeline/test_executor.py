@@ -115,7 +115,13 @@ def check(case: Case) -> None:
 
 
 # The default suite: every mechanism at least once.
-PARTS = {"two stages", "accumulation"}  # other cases of these few have them, too
+PARTS = {
+    "two stages",
+    "accumulation",
+    "interleaved",
+    "local and global",
+    "last edges",
+}  # other cases of these few have them, too
 FEW = {
     "two stages": Case(),
     "interleaved": Case(4, 4, 2, "interleaved"),
