@@ -115,15 +115,7 @@ def check(case: Case) -> None:
 
 
 # The default suite: every mechanism at least once.
-PARTS = {
-    "two stages",
-    "accumulation",
-    "interleaved",
-    "local and global",
-    "last edges",
-}  # other cases of these few have them, too
 FEW = {
-    "two stages": Case(),
     "interleaved": Case(4, 4, 2, "interleaved"),
     "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
     "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
@@ -145,6 +137,7 @@ MANY = {
     "zero 1": Case(2, 4, fsdp=2, zero=1),
     "zero 2": Case(2, 4, fsdp=2, zero=2),
     "zero 3": Case(4, 4, fsdp=2, zero=3),
+    "two stages": Case(),
     "seven layers": Case(4, 8, model=SEVEN),
     "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
     "local and global, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL),
@@ -173,9 +166,7 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in PARTS else name for name in FEW]
-)
+@pytest.mark.parametrize("name", FEW)
 def test_a_pipeline_equals_one_device(name):
     check(FEW[name])
 
