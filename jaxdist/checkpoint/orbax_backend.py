@@ -37,6 +37,15 @@ def _pass_over_late_writes(show: Callable[[Any], None]) -> Callable[[Any], None]
 sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns whether asyncio says more than that further writes of a failed save failed, too."""
+    text = record.getMessage()
+    return not ("exception was never retrieved" in text and "orbax" in text)
+
+
+logging.getLogger("asyncio").addFilter(_is_news)
+
+
 def _type_handlers() -> Any:
     """Returns how leaves are written: arrays of any sharding, and host arrays by process 0."""
     arrays = ocp.type_handlers.ArrayHandler(
