@@ -106,10 +106,10 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 def _unknown_key(frames: Sequence[traceback.FrameSummary], error: Exception) -> str:
     """Returns what is wrong with a key that a ConfigDict has not, "" of another error."""
-    words = str(error.args[0]) if error.args else ""  # a KeyError's own text is the repr of its words
-    missing = re.match(r"""\W*(?:Key "([^"]+)" does not exist|(\w+))\b""", words)
     if not isinstance(error, AttributeError | KeyError) or "ml_collections" not in frames[-1].filename:
         return ""
+    words = str(error.args[0]) if error.args else ""  # a KeyError's own text is the repr of its words
+    missing = re.match(r"""\W*(?:Key "([^"]+)" does not exist|(\w+))\b""", words)
     if missing is None:
         return ""
     near = re.search(r'Did you mean "([^"]+)"', words)

@@ -87,9 +87,8 @@ class TokenStore:
     num_bytes: np.ndarray | None  # [documents], UTF-8 bytes of the text; None if unknown
     max_id: int | None  # None: not scanned (too large); readers check what they read
     fingerprint: str
-    weights: tuple[
-        TokenFile, ...
-    ] = ()  # of each file's tokens: 1 = learned; (): all are, documents are texts
+    # Of each file's tokens: 1 = learned. (): all are, and documents are texts.
+    weights: tuple[TokenFile, ...] = ()
 
 
 def group_of(ids: Iterable[str]) -> np.ndarray:

@@ -59,7 +59,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     """Returns the table for people; below each run what its config has of its own."""
     if not document["runs"]:
         return f"no runs below {document['folder']}"
-    head = ["run", "state", "step", "loss", "tokens/s", "MFU", "started"]
+    units = " or ".join(sorted({run["unit"] for run in document["runs"]}, reverse=True))
+    head = ["run", "state", "step", "loss", f"{units}/s", "MFU", "started"]
     rows = [_cells(run) for run in document["runs"]]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [_line(head, widths)]

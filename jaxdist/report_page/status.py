@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page.summary import number
+from jaxdist.report_page.summary import number, unit_of
 from jaxdist.storage import lock, untrusted
 from jaxdist.telemetry import ledger, metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
-RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json")  # one of them is in the folder of any run
+_RUN = "run.json"
+RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, _RUN)  # one of them is in the folder of any run
 ACTIVITIES = {
     "start": "starting",
     "restore": "reading a checkpoint",
@@ -34,6 +35,7 @@ class RunStatus:
 
     folder: Path
     config: Mapping[str, Any]  # flat
+    unit: str  # what the run counts: "tokens" or "samples"
     rows: metrics.MetricRows  # the last ones
     events: list[metrics.Row]
     lives: list[ledger.Life]
@@ -68,6 +70,7 @@ class RunStatus:
             "eta_s": step_s * (steps - step) if running and steps and step_s is not None else None,
             "next_save": self._next_save(step, steps, step_s) if running else None,
             **{name: row.get(name) for name in ("loss", "tokens_per_s", "mfu", "tokens_seen", "step_time_s")},
+            "unit": self.unit,  # of tokens_per_s and tokens_seen
             "eval_loss": evaluated.get("eval_loss"),
             "started": next((event["time"] for event in self.events if event["event"] == "start"), None),
             "starts": sum(event["event"] == "start" for event in self.events),
@@ -131,14 +134,18 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     if not is_run(folder):
         known = ", ".join((*RUN_FILES, ledger.LEDGER_FILE))
         raise ConfigError(f"{folder}: holds no run (none of {known}); give the --workdir of train")
-    config: Mapping[str, Any] = {}
-    try:
-        config = schema.flatten(untrusted.read_json(folder / "config.json", dict))
-    except (OSError, untrusted.Malformed):
-        pass  # the rest says enough
+    config, unit = schema.flatten(_fields(folder / "config.json")), unit_of(_fields(folder / _RUN))
     rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
     now = time.time() if now is None else now
-    return RunStatus(folder, config, rows, events, ledger.read_lives(folder), now)
+    return RunStatus(folder, config, unit, rows, events, ledger.read_lives(folder), now)
+
+
+def _fields(file: Path) -> Mapping[str, Any]:
+    """Returns what a JSON file says; nothing, if it cannot be read: the others say enough."""
+    try:
+        return untrusted.read_json(file, dict)
+    except (OSError, untrusted.Malformed):
+        return {}
 
 
 def is_run(folder: Path) -> bool:
@@ -170,7 +177,8 @@ def as_text(document: Mapping[str, Any]) -> str:
         within = f"in {duration_text(save['in_s'])}" if save["in_s"] is not None else ""
         lines.append(f"next save {', '.join(filter(None, (at, within)))}")
     known = ((name, number(document[name]), show) for name, show in _NUMBERS)
-    shown = [f"{name} {show(value)}" for name, value, show in known if value is not None]
+    names = {"tokens_per_s": f"{document['unit']}_per_s"}
+    shown = [f"{names.get(name, name)} {show(value)}" for name, value, show in known if value is not None]
     lines += [f"now       {', '.join(shown)}"] * bool(shown)
     lines += _ledger_lines(document)
     return "\n".join(lines)

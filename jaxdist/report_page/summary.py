@@ -36,14 +36,19 @@ class RunSummary:
 
     @property
     def unit(self) -> str:
-        """What the run counts: "tokens", or "samples" of a model without tokens."""
-        return "samples" if self.info.get("unit") == "samples" else "tokens"
+        """What the run counts, see `unit_of`."""
+        return unit_of(self.info)
 
     def column(self, field: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the rows that have the field as a number (NaN included)."""
         rows = self.rows.evaluation if field == "eval_loss" else self.rows.train
         pairs = ((number(row["step"]), number(row.get(field))) for row in rows)
         return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+def unit_of(info: Mapping[str, Any]) -> str:
+    """Returns what a run with this run.json counts: "tokens", or "samples" of a model without tokens."""
+    return "samples" if info.get("unit") == "samples" else "tokens"
 
 
 def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:

@@ -82,11 +82,8 @@ class NotebookBlock:
             '<circle cx="{}" cy="{}" r="3" fill="#d62728"/>'.format(*place(*point))
             for point in self._evaluations
         )
-        label = (
-            f"loss {high:.4g} to {low:.4g}, steps {first} to {last}; dots: held-out data"
-            if dots
-            else (f"loss {high:.4g} to {low:.4g}, steps {first} to {last}")
-        )
+        label = f"loss {high:.4g} to {low:.4g}, steps {first} to {last}"
+        label += "; dots: held-out data" if dots else ""
         return (
             f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{label}">'
             f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>{dots}</svg>'

@@ -95,7 +95,7 @@ def best_step(checkpoints: Path) -> int:
     Raises:
       ConfigError: none tells one.
     """
-    for step in reversed(files.list_steps(checkpoints)):
+    for step in files.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
             return of_kind(files.read_step(checkpoints, step).metadata["progress"]["best"]["step"], int)
     raise ConfigError(f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best")

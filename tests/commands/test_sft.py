@@ -1,6 +1,7 @@
 """Fine-tuning on chats, from the shipped config to answers and a Hugging Face folder."""
 
 import ast
+import io
 import json
 import os
 import re
@@ -66,6 +67,13 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(tmp_path, monke
     capsys.readouterr()
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == sample.text + "\n" and question not in sample.text
+    # Two turns typed: the second question follows the first and its answer.
+    talk = [turn("user", question), turn("assistant", sample.text), turn("user", "And why?")]
+    (second,) = run.chat([talk], max_tokens=5, sampling=SamplingConfig(0.0))[0]
+    answer[answer.index("--prompt") : answer.index("--prompt") + 2] = ["--interactive"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\nAnd why?\n"))
+    assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{sample.text}\n{second.text}\n"
     assert run.evaluate().tokens > 0
 
 

@@ -237,6 +237,9 @@ def test_a_table_of_runs_and_how_they_differ(tmp_path, capsys):
     assert lines[0].split() == ["run", "state", "step", "loss", "tokens/s", "MFU", "started"]
     assert lines[4].split()[:5] == ["sweep/r0", "finished", "20/20", "3.0000", "64"] and "    seed=0" in lines
     assert max(map(len, lines)) <= 80
+    (tmp_path / "other" / "run.json").write_text('{"unit": "samples"}')
+    assert "tokens or samples/s" in printed(capsys, runs.main, tmp_path)[1].splitlines()[0]
+    assert ", samples_per_s 64, step" in printed(capsys, status.main, tmp_path / "other")[1]
 
 
 def test_errors_are_one_line(tmp_path, capsys):

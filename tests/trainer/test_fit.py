@@ -185,7 +185,7 @@ def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
         np.testing.assert_array_equal(a, b)
     assert "preempted" in [event["event"] for event in read_events(tmp_path / "function")]
     alone = dict(devices=jax.devices()[:1], mesh=None)
-    rows = dict(x=X, y=Y)
+    seen, rows = [], dict(x=X, y=Y)
     straight = fit(rows, batch_size=16, **alone)
     given = [{name: value for name, value in read.items() if name != "sample"} for read in rows_of(rows, 3)]
     fit(given, steps=2, folder=tmp_path / "iterable", **alone)
@@ -193,7 +193,9 @@ def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
     assert again.step == 8 and losses(again)[:3] == losses(straight)[:3]
     assert losses(again)[3:] != losses(straight)[3:]  # another epoch, whose order differs
     fit(rows, batch_size=16, steps=3, folder=tmp_path / "arrays", **alone)
-    onward = fit(rows, batch_size=16, folder=tmp_path / "arrays")  # on eight devices
+    look = jaxdist.every(2, lambda view: seen.append((view.step, view.metrics["loss"].item())), at_end=True)
+    onward = fit(rows, batch_size=16, folder=tmp_path / "arrays", hooks=[look])  # on eight devices
+    assert seen == [(step, losses(onward)[step - 1]) for step in (4, 6, 8)]
     assert losses(onward)[:3] == losses(straight)[:3]
     assert losses(onward) == pytest.approx(losses(straight), rel=1e-5)
     assert fit(rows, batch_size=16, folder=tmp_path / "arrays", **alone).step == 8  # finished: at once
