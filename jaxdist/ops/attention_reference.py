@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-RESIDUALS = "attention_residuals"  # name of what a backward pass reads: output and logsumexp
+from jaxdist.parallel.remat import RESIDUALS
+
 MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real logit
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 
-from jaxdist.ops.attention_reference import RESIDUALS, Options
+from jaxdist.ops.attention_reference import Options
+from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
 MAX_BLOCK = 512  # 512 x 512 float32 logits are 1 MiB of VMEM, double-buffered, on all generations

@@ -15,13 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.config import ConfigError, suggest
 
 INPUT = "block_input"  # what is always kept; naming it says where
+RESIDUALS = "attention_residuals"  # what attention's backward pass reads: output and logsumexp
 # Names that our models give to activations, for `save:` and `offload:` policies.
 NAMES = (
     INPUT,
     "query",
     "key",
     "value",
-    "attention_residuals",  # what attention's backward pass reads: output and logsumexp
+    RESIDUALS,
     "attention_out",
     "attention_projection",
     "mlp_gate",
@@ -99,15 +100,29 @@ def _saveable(policy: str) -> Callable | None:
     if policy == "dots":
         # With attention's own residuals its forward pass runs once: faster, and smaller than
         # without, where the output projection's input is computed again (0.93 x the time on CPU).
-        return policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention_residuals")
+        dots = policies.dots_with_no_batch_dims_saveable
+        return _keeps_fused_attention(
+            policies.save_from_both_policies(dots, policies.save_only_these_names(RESIDUALS))
         )
     named = named_in(policy)
-    if not named["offload"]:
-        return policies.save_only_these_names(*named["save"])
-    return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=named["save"],
-        names_which_can_be_offloaded=named["offload"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    saveable = policies.save_only_these_names(*named["save"])
+    if named["offload"]:
+        saveable = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=named["save"],
+            names_which_can_be_offloaded=named["offload"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return _keeps_fused_attention(saveable) if RESIDUALS in named["save"] else saveable
+
+
+def _keeps_fused_attention(saveable: Callable) -> Callable:
+    """Returns the predicate that also keeps what cuDNN's attention gives: its output and statistics.
+
+    They are made inside jax, which gives them no name, so they are known by their primitive's.
+    """
+
+    def kept(primitive, *arguments, **parameters):
+        return "dot_product_attention_fwd" in primitive.name or saveable(primitive, *arguments, **parameters)
+
+    return kept

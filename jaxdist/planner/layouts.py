@@ -263,9 +263,10 @@ class _Model:
 
     def _compute(self, policy: str, places: int, gpu: bool) -> float:
         """Returns seconds at peak; layers are padded to so many places."""
-        # Attention's residuals have no name on GPU.
-        kept = policy == "dots" or "attention_residuals" in _kept_names(policy)
-        once = policy == "none" or (kept and not gpu)
+        kept = _kept_names(policy)
+        if gpu:  # cuDNN's residuals have no name by which they could be moved to the host
+            kept = kept - {*remat.named_in(policy)["offload"]}
+        once = policy in ("none", "dots") or remat.RESIDUALS in kept
         blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
         padded = -(-self.depth // places) * places / self.depth
         kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached

@@ -251,8 +251,9 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
     count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
     x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
     kept = list(_kept(residuals, count, lanes))
-    if platform == "gpu" and policy != "none":  # cuDNN's residuals have no names
-        kept = [(name, size) for name, size in kept if name != "attention_residuals"]
+    if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
+        # cuDNN's have no name by which they could be moved: they are computed again.
+        kept = [(name, size) for name, size in kept if name != remat.RESIDUALS]
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
     again = (Counter(needed) - Counter(size for _, size in kept)).elements()

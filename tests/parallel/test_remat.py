@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.ops.attention import attention
 from jaxdist.parallel import execution, remat, sharding
 from jaxdist.parallel import mesh as meshes
 from jaxdist.protocols.model import staged_loss
@@ -85,3 +87,23 @@ def test_names_are_those_that_the_model_gives():
     text = str(function.trace(state).jaxpr)
     for name in remat.NAMES:
         assert f"name={name}" in text, name
+
+
+@pytest.mark.parametrize(
+    "policy, forwards", [("full", 2), ("dots", 1), ("save:attention_residuals,mlp_up", 1), ("save:mlp_up", 2)]
+)
+def test_what_cudnns_backward_pass_reads_is_kept(policy, forwards, monkeypatch):
+    """Its kernels need a GPU: here they are traced, as a GPU's step is."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    x = jax.ShapeDtypeStruct((1, 64, 4, 16), jnp.bfloat16)
+
+    def layer(scale, x):
+        return jnp.sin(attention(scale * x, x, x, implementation="cudnn"))
+
+    def loss(scale, x):
+        return remat.rematerialised(layer, policy)(scale, x).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.bfloat16(1), x))
+    assert program.count("= dot_product_attention_bwd_wrapper") == 1
+    assert program.count("= dot_product_attention_fwd_wrapper") == forwards

@@ -107,9 +107,12 @@ def test_a_tpu_pads_narrow_heads_to_its_lanes():
     assert padded["saved: mlp_up"] == whole["saved: mlp_up"]
 
 
-def test_cudnn_keeps_no_residuals_by_name():
-    names = small("h100:1x8", **{"mesh.fsdp": 8, "remat.policy": "dots"})
-    assert "saved: mlp_up" in names and "saved: attention_residuals" not in names
+def test_cudnns_residuals_are_saved_but_not_offloaded():
+    name, dots = "saved: attention_residuals", {"mesh.fsdp": 8, "remat.policy": "dots"}
+    assert small("h100:1x8", **dots)[name] == small(**dots)[name] == 4 * (Q + 4 * TOKENS * 4)
+    offload = {"mesh.fsdp": 8, "remat.policy": "offload:attention_residuals,mlp_up"}
+    moved = small("h100:1x8", **offload)[memory.HOST]
+    assert small(**offload)[memory.HOST] - moved == 4 * (Q + 4 * TOKENS * 4)
 
 
 def test_no_remat_keeps_more_than_any_policy():
