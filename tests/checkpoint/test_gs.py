@@ -23,11 +23,33 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# The service says the generation of what it sends, and writers name the one that they replace; the emulator
+# leaves it out.
+EMULATOR = """
+    import contextlib
+    from gcp_storage_emulator.exceptions import NotFound
+    from gcp_storage_emulator.handlers import objects
+
+    download = objects.download
+
+    def with_generation(request, response, storage, *args, **kwargs):
+        with contextlib.suppress(NotFound):
+            file = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+            response["X-Goog-Generation"] = file["generation"]
+        download(request, response, storage, *args, **kwargs)
+
+    objects.download = with_generation
+    from gcp_storage_emulator.__main__ import main
+
+    main()
+"""
+
+
 @pytest.fixture
 def store_environment(tmp_path):
     """Returns the variables that send gs:// to an emulator, which has the bucket `bucket`."""
     port = free_port()
-    serve = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
+    serve = [sys.executable, "-c", textwrap.dedent(EMULATOR), "start", "--host=127.0.0.1", f"--port={port}"]
     with open(tmp_path / "emulator.log", "w") as log:
         server = subprocess.Popen(
             [*serve, "--in-memory", "--default-bucket=bucket"], stdout=log, stderr=log, cwd=tmp_path
