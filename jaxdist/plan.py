@@ -117,7 +117,7 @@ def _positive(text: str) -> float:
 
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
-    parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:1x8, cpu:8 or here")
+    parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here")
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")

@@ -40,8 +40,8 @@ class Chip:
     devices_per_chip: int = 1
     clock_hz: float | None = None  # that turns the compiler's cycles into seconds
     chips_per_host: int = 8  # of one machine: TPU VMs of multi-host slices have 4
-    network: str = ""  # what joins slices or nodes: DCN or InfiniBand
-    network_bytes_per_s: float | None = None  # the share of one device
+    network: str = ""  # what joins slices or nodes: DCN, InfiniBand, or another of `NETWORKS`
+    network_bytes_per_s: float | None = None  # the share of one device; None: not part of what is sold
     pcie_bytes_per_s: float | None = None  # to the host's memory, the share of one device
     slices: tuple[tuple[int, ...], ...] = ()  # chips along each ICI dim; see `legal_slice` for cubes
     max_slice_chips: int = 0  # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
@@ -66,6 +66,32 @@ class Chip:
         """Returns the peak FLOP/s of one device for a dtype name, or None if none is published."""
         return self.peak_flops_per_s.get(dtype)
 
+    def with_network(self, network: "Network") -> "Chip":
+        """Returns the chip behind another network between its slices or hosts."""
+        share = network.bytes_per_s / self.devices_per_chip
+        return dataclasses.replace(self, network=network.name, network_bytes_per_s=share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What joins hosts of GPUs, or slices."""
+
+    name: str
+    bytes_per_s: float  # that one chip sends to other hosts while all chips do; in one direction
+    source: str
+
+
+# A host's ports, shared by its 8 GPUs, in the names that `plan --on h100:4x8@NAME` takes.
+NETWORKS: Mapping[str, Network] = {
+    "ib200": Network("InfiniBand", 25 * _G, "NVIDIA DGX A100 datasheet: a 200 Gbit/s port for each GPU"),
+    "ib400": Network("InfiniBand", 50 * _G, "NVIDIA DGX H100, H200, B200, GB200 datasheets: 400 Gbit/s"),
+    "efa-p4d": Network("EFA", 6.25 * _G, "AWS EC2 P4 instances: 400 Gbit/s a host (p4d, p4de)"),
+    "efa-p5": Network("EFA", 50 * _G, "AWS EC2 P5, P6 instances: 3,200 Gbit/s a host (p5*, p6-b200)"),
+    "gcp-a3-high": Network("Ethernet", 12.5 * _G, "Google Cloud, GPU network bandwidth: 4 x 200 Gbit/s"),
+    "gcp-a3-mega": Network("Ethernet", 25 * _G, "Google Cloud, GPU network bandwidth: 8 x 200 Gbit/s"),
+    "gcp-a3-ultra": Network("Ethernet", 50 * _G, "Google Cloud, GPU network bandwidth: 8 x 400 Gbit/s"),
+}
+
 
 _CACM = "A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 2020; "
 _CLOUD = "Google Cloud documentation, "
@@ -85,18 +111,22 @@ def _chip(
     devices: int = 1,
     usable_gib: float | None = None,
     ghz: float | None = None,
-    network: float | None = None,
+    network: float | str | None = None,
     pcie: float | None = None,
     gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
     """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link, network and PCIe.
 
-    `usable_gib` is of one of its `devices`. A chip whose link is PCIe has that for its host, too.
+    `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in NETWORKS. A chip whose link
+    is PCIe has that for its host, too.
     """
     num_links, link, link_rate = links
     is_tpu = link == "ICI"
     pcie = link_rate if link == "PCIe" else pcie
+    net = Network("DCN" if is_tpu else "", 0, source)
+    if network is not None:
+        net = NETWORKS[network] if isinstance(network, str) else Network("DCN", network * _G, source)
     return Chip(
         name=name,
         device_kinds=kinds,
@@ -111,8 +141,8 @@ def _chip(
         devices_per_chip=devices,
         clock_hz=ghz and ghz * _G,
         chips_per_host=4 if is_tpu else gpus_per_host,
-        network="DCN" if is_tpu else "InfiniBand",
-        network_bytes_per_s=network and network * _G / devices,
+        network=net.name,
+        network_bytes_per_s=net.bytes_per_s / devices or None,
         pcie_bytes_per_s=pcie and pcie * _G / devices,
         **more,
     )
@@ -131,11 +161,12 @@ def _tensor_cores(half: float, tf32: float, single: float, byte: float, **others
 # 256 (6.4 Tbit/s); v4: 25 GB/s of a host, as PCIe 15 and 32 (v6e) GB/s of a chip: "How to Think About TPUs".
 # Slices: Google Cloud documentation. 3D ones of whole 4x4x4 cubes have ascending dims, multiples of 4.
 # NVLink and PCIe are half of the datasheets' bidirectional numbers; PCIe 4.0 x16 is 32, 5.0 x16 64 GB/s.
-# InfiniBand: DGX datasheets, one port per GPU: 200 Gbit/s (A100), 400 Gbit/s (H100, H200, B200, GB200).
+# GB200: 36 or 72 GPUs of a rack share one NVLink domain, which is a "host" here; to memory of the CPU each
+# has a quarter of NVLink-C2C's 900 GB/s (two GPUs, two directions).
 _SUB_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_IB200: dict[str, Any] = {"pcie": 32, "network": 25}
-_IB400: dict[str, Any] = {"pcie": 64, "network": 50}
+_IB200: dict[str, Any] = {"pcie": 32, "network": "ib200"}
+_IB400: dict[str, Any] = {"pcie": 64, "network": "ib400"}
 
 _HOPPER = _tensor_cores(989.4, 494.7, 66.9, 1978.9)
 _HOPPER_NVL = _tensor_cores(835.5, 417.5, 60.0, 1670.5)
@@ -170,14 +201,16 @@ CHIPS: tuple[Chip, ...] = (
           network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216),
     _chip("A100 40GB", ("NVIDIA A100-SXM4-40GB",), _AMPERE, 40 * _G, 1555, (1, "NVLink", 300), _A100,
           family="a100-40gb", **_IB200),
-    _chip("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40 * _G, 1555, (1, "PCIe", 32), _A100),
+    _chip("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40 * _G, 1555, (1, "PCIe", 32), _A100,
+          family="a100-40gb-pcie"),
     _chip("A100 80GB", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 80 * _G, 2039, (1, "NVLink", 300), _A100,
           family="a100", **_IB200),
-    _chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), _AMPERE, 80 * _G, 1935, (1, "PCIe", 32), _A100),
+    _chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), _AMPERE, 80 * _G, 1935, (1, "PCIe", 32), _A100,
+          family="a100-pcie"),
     _chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), _HOPPER, 80 * _G, 3350, (1, "NVLink", 450), _H100,
           family="h100", **_IB400),
     _chip("H100 PCIe", ("NVIDIA H100 PCIe",), _tensor_cores(756, 378, 51, 1513), 80 * _G, 2000,
-          (1, "PCIe", 64), _H100),
+          (1, "PCIe", 64), _H100, family="h100-pcie"),
     _chip("H100 NVL", ("NVIDIA H100 NVL",), _HOPPER_NVL, 94 * _G, 3900, (1, "NVLink", 300), _H100, pcie=64),
     _chip("H200", ("NVIDIA H200",), _HOPPER, 141 * _G, 4800, (1, "NVLink", 450), _H200,
           family="h200", **_IB400),
@@ -188,7 +221,7 @@ CHIPS: tuple[Chip, ...] = (
           family="b200", **_IB400),
     _chip("GB200", ("NVIDIA GB200",), _tensor_cores(2500, 1250, 80, 5000, float4=10000), 186 * _G, 8000,
           (1, "NVLink", 900), "NVIDIA GB200 NVL72 datasheet, per GPU (sparse figures halved)",
-          network=50, gpus_per_host=72),
+          family="gb200", network="ib400", pcie=225, gpus_per_host=72),
     _chip("RTX 4090", ("NVIDIA GeForce RTX 4090",), _tensor_cores(165.2, 82.6, 82.6, 330.3, int8=660.6),
           24 * _G, 1008, (1, "PCIe", 32), "NVIDIA Ada GPU architecture whitepaper, float32 accumulation"),
     _chip("L4", ("NVIDIA L4",), _tensor_cores(121, 60, 30.3, 242.5), 24 * _G, 300, (1, "PCIe", 32),

@@ -194,10 +194,9 @@ def _combined(edits: Sequence[Edit], short: int, saving: Callable[[str], int]) -
 
 def _larger_targets(target: Target) -> Iterator[Target]:
     """Yields hardware of the family with one dim doubled, the smallest step first."""
-    family, _, sizes = target.text.partition(":")
-    dims = [int(n) for n in sizes.split("x")]
+    dims = [*target.shape] + [target.num_slices] * (target.num_slices > 1)
     order = sorted(range(len(target.shape)), key=dims.__getitem__) if target.chip else ()
     for dim in (1, 0) if target.platform == "gpu" else order:  # more GPUs of a host, then more hosts
         grown = [n * (2 if i == dim else 1) for i, n in enumerate(dims)]
         with contextlib.suppress(ConfigError):
-            yield targets.parse(f"{family}:{'x'.join(map(str, grown))}")
+            yield targets.parse(target.with_shape(grown))

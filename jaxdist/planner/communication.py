@@ -16,6 +16,7 @@ from pathlib import PurePath
 
 import numpy as np
 
+from jaxdist.hardware.chips import NETWORKS
 from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
@@ -26,7 +27,7 @@ from jaxdist.telemetry.units import time_text
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_SLOW = ("DCN", "InfiniBand", "PCIe")
+_SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values())}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,21 @@ from jaxdist.hardware import chips
 _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
     "a100-40gb": (8, 108, 64, 164, 40, 1.41, 42_331_013_120),
     "a100": (8, 108, 64, 164, 40, 1.41, 85_100_068_864),
+    "a100-40gb-pcie": (8, 108, 64, 164, 40, 1.41, 42_331_013_120),
+    "a100-pcie": (8, 108, 64, 164, 40, 1.41, 79_050_250_240),
     "h100": (9, 132, 128, 228, 50, 1.98, 84_942_979_072),
+    "h100-pcie": (9, 114, 128, 228, 50, 1.755, 84_942_979_072),
     "h200": (9, 132, 128, 228, 50, 1.98, 151_397_597_184),
     "b200": (10, 148, 128, 228, 126.5, 1.965, 191_514_411_008),
+    "gb200": (10, 152, 128, 228, 129.25, 2.062, 197_897_748_480),
 }
 
+# What a machine runs. Without these four XLA takes it for one too old for 8-bit floats and computes their
+# products in bfloat16, silently.
+_SOFTWARE = {
+    "runtime_version": "12.9.1", "driver_version": "12.9.1", "compile_time_toolkit_version": "12.9.1",
+    "dnn_version": "9.10.0",
+}  # fmt: skip
 
 # What they have in common.
 _LIMITS = (
@@ -29,12 +39,13 @@ def gpu_description(chip: chips.Chip) -> str:
     major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
     # sm_90a: Hopper's instructions
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    software = " ".join(f'{name}: "{version}"' for name, version in _SOFTWARE.items())
     return (
         f"gpu_device_info {{ {_LIMITS} shared_memory_per_core: {shared * 1024} "
         f"shared_memory_per_block_optin: {(shared - 1) * 1024} "  # one KiB of each block is the system's
         f"core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} "
         f"l2_cache_size: {int(l2 * 2**20)} device_memory_size: {memory} "
-        f"memory_bandwidth: {int(chip.hbm_bytes_per_s)} "
+        f"memory_bandwidth: {int(chip.hbm_bytes_per_s)} {software} "
         f"cuda_compute_capability {{ major: {major} {accelerated} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} '
         f'device_description_str: "{chip.device_kinds[0]}"'

@@ -1,8 +1,9 @@
 """Hardware a plan is made for: `v5p:4x4x4`, `v6e:16x16x2`, `h100:4x8`, `cpu:8`, and its links.
 
 A TPU target is family:chips along each ICI dim, and one number more for several slices; a GPU target is
-family:hosts x GPUs of each. Slices come from the table of `hardware`, because the compiler also makes ones
-that do not exist. `devices` belongs in a child process.
+family:hosts x GPUs of each; `@25GB/s` or a network's name behind it says what crosses hosts or slices.
+Slices come from the table of `hardware`, because the compiler also makes ones that do not exist. `devices`
+belongs in a child process.
 """
 
 import functools
@@ -11,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ _SLICE_ID = 100_000  # with several slices libtpu numbers device i of slice s (s
 class Link:
     """What the members of a group talk over."""
 
-    name: str  # ICI, DCN, NVLink, InfiniBand, PCIe; memory: one device, or a CPU
+    name: str  # ICI, DCN, NVLink, PCIe, a network's; memory: one device, or a CPU
     bytes_per_s: float  # that each device can send while all members do; inf: not modelled
 
 
@@ -52,7 +53,7 @@ _FREE = Link("memory", math.inf)
 class Target:
     """Devices to plan for, with the links between them."""
 
-    text: str  # canonical, such as v5p:4x4x4
+    text: str  # canonical, such as v5p:4x4x4 or h100:4x8@25GB/s
     platform: hardware.Platform
     chip: hardware.Chip | None  # None on CPU
     num_devices: int  # of JAX
@@ -61,6 +62,16 @@ class Target:
     hosts: int
     shape: tuple[int, ...]  # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
     wrap: tuple[bool, ...]  # whether each ICI dim is a ring
+
+    @property
+    def family(self) -> str:
+        """The chip's family as in `text`; "cpu" without a chip."""
+        return self.chip.family if self.chip else "cpu"
+
+    def with_shape(self, sizes: Sequence[int]) -> str:
+        """Returns the text of a target of this chip and network with other sizes."""
+        _, at, network = self.text.partition("@")
+        return f"{self.family}:{_by(sizes)}{at}{network}"
 
     @property
     def compiler(self) -> str:
@@ -159,21 +170,46 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
     """
     if text.strip().lower() == "here" and here:
         text = _describe(here)
-    family, _, sizes = text.strip().lower().partition(":")
+    asked, _, network = text.strip().partition("@")
+    family, _, sizes = asked.strip().lower().partition(":")
     family = _ALIASES.get(family, family)
     shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
-    if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096:
+    if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096 and "@" not in text:
         return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
     chip = hardware.FAMILIES.get(family)
     if chip is None:
-        meant = _meant(text.strip().lower()) or suggest(family, hardware.FAMILIES)
+        meant = _meant(asked.strip().lower()) or suggest(family, hardware.FAMILIES)
         raise ConfigError(f"--on={text}: must be {legal_targets()}.{meant}")
     target = _tpu(chip, shape) if chip.torus_dims else _gpu(chip, shape)
     if target is None:
         raise ConfigError(
-            f"--on={text}: {family} must be {legal_shapes(chip)}.{_meant(text.strip().lower())}"
+            f"--on={text}: {family} must be {legal_shapes(chip)}.{_meant(asked.strip().lower())}"
         )
+    if "@" in text:
+        return _behind(target, network.strip(), text)
+    if target.hosts > 1 and target.platform == "gpu" and not chip.network_bytes_per_s:
+        cure = f"add it: {target.text}@25GB/s, or a name: {_network_names()}"
+        raise ConfigError(f"--on={text}: hosts of {family} are sold with no network of their own; {cure}")
     return target
+
+
+def _behind(target: Target, network: str, text: str) -> Target:
+    """Returns a target with another network between its hosts or slices: a name, or a rate of each chip."""
+    assert target.chip is not None
+    known = hardware.NETWORKS.get(network.lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(B|b|bit)/s", network)
+    if known is None and match:
+        rate = float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / (1 if match[3] == "B" else 8)
+        known, network = hardware.Network("network", rate, "the command line"), f"{rate / 1e9:.6g}GB/s"
+    if known is None or known.bytes_per_s <= 0:
+        legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
+        raise ConfigError(f"--on={text}: behind @ must be {legal}.{suggest(network, hardware.NETWORKS)}")
+    text = f"{target.text}@{network.lower() if network.lower() in hardware.NETWORKS else network}"
+    return replace(target, text=text, chip=target.chip.with_network(known))
+
+
+def _network_names() -> str:
+    return ", ".join(hardware.NETWORKS)
 
 
 def _meant(text: str) -> str:
@@ -207,15 +243,18 @@ def _slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
 def legal_targets() -> str:
     """Returns the forms of a target on one line."""
     tpus = "|".join(f for f, chip in hardware.FAMILIES.items() if chip.torus_dims)
-    gpus = "|".join(f for f, chip in hardware.FAMILIES.items() if not chip.torus_dims)
-    tpus += ":TOPOLOGY[xSLICES] such as v5p:4x4x4 or v6e:16x16x2"
-    return f"{tpus}, {gpus}:HOSTSxGPUS such as h100:4x8, cpu:N, or here"
+    sockets = [f for f, chip in hardware.FAMILIES.items() if not chip.torus_dims]
+    pcie = {f.removesuffix("-pcie") for f in sockets if f.endswith("-pcie")}
+    gpus = "|".join(f"{f}[-pcie]" if f in pcie else f for f in sockets if not f.endswith("-pcie"))
+    tpus += ":TOPOLOGY[xSLICES] such as v6e:16x16x2"
+    return f"{tpus}, {gpus}:HOSTSxGPUS[@NETWORK] such as h100:4x8@25GB/s, cpu:N, or here"
 
 
 def legal_shapes(chip: hardware.Chip) -> str:
     """Returns the shapes that exist of a chip on one line."""
     if not chip.torus_dims:
-        return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each host, such as 4x8"
+        where = "host, such as 4x8" if chip.chips_per_host <= 8 else "NVLink domain (one rack), such as 2x72"
+        return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each {where}"
     shapes = ", ".join(map(_by, chip.slices))
     if most := chip.max_slice_chips:
         shapes += f", or ascending multiples of 4 (4x4x4, 4x4x8, 4x8x8 ...) of at most {most} chips"

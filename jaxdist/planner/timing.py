@@ -139,7 +139,7 @@ def estimate(
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=_SURE["gpu" if gpu else target.text.partition(":")[0]] + between,
+        sure=_SURE["gpu" if gpu else target.family] + between,
         step_s=step,
         low_s=costs[0].compute_s + attention,
         high_s=costs[-1].compute_s + attention + sync + wire,

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -34,6 +35,11 @@ GB = 1e9
         ("h100:4x8", "h100:4x8", 32, 1, 4, (False, False)),
         ("h100:8", "h100:1x8", 8, 1, 1, (False, False)),
         ("h200", "h200:1x1", 1, 1, 1, (False, False)),
+        ("h100:4x8@200Gbit/s", "h100:4x8@25GB/s", 32, 1, 4, (False, False)),
+        ("h100:2x8@EFA-P5", "h100:2x8@efa-p5", 16, 1, 2, (False, False)),
+        ("a100-pcie:2x4@1500MB/s", "a100-pcie:2x4@1.5GB/s", 8, 1, 2, (False, False)),
+        ("v6e:16x16x2@5GB/s", "v6e:16x16x2@5GB/s", 512, 2, 128, (True, True)),
+        ("gb200:2x72", "gb200:2x72", 144, 1, 2, (False, False)),
         ("cpu:8", "cpu:8", 8, 1, 1, (False,)),
     ],
 )
@@ -74,6 +80,13 @@ def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap)
         ("8xh100", "Did you mean h100:1x8 (8 chips)?"),
         ("h100x16", "Did you mean h100:2x8 (16 chips)?"),
         ("v5e-17", "v5e|v5p"),
+        ("h100:4x8@", "as 25GB/s or 200Gbit/s"),
+        ("h100:4x8@0GB/s", "as 25GB/s or 200Gbit/s"),
+        ("h100:4x8@25gb", "as 25GB/s or 200Gbit/s"),
+        ("h100:4x8@gcp-a3-hig", "Did you mean gcp-a3-high?"),
+        ("h100-pcie:2x8", "h100-pcie:2x8@25GB/s"),  # sold with no network
+        ("gb200:1x73", "1 to 72 GPUs in each NVLink domain"),
+        ("cpu:8@25GB/s", "cpu:N"),
         ("cpu", "cpu:N"),
         ("cpu:0", "cpu:N"),
         ("here", "or here"),
@@ -125,6 +138,12 @@ def shape(target, slices=1, **sizes):
         ("h100:4x8", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),
         ("h100:4x8", {"fsdp": 32}, "fsdp", "InfiniBand", 400),  # a node's eight ports
         ("a100:2x8", {"fsdp": 16}, "fsdp", "InfiniBand", 200),
+        ("h100:4x8@200Gbit/s", {"data": 4, "fsdp": 8}, "data", "network", 25),
+        ("h100:4x8@gcp-a3-high", {"fsdp": 32}, "fsdp", "Ethernet", 100),
+        ("h100:4x8@25GB/s", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),  # inside a host
+        ("h100-pcie:1x8", {"fsdp": 8}, "fsdp", "PCIe", 64),
+        ("gb200:1x72", {"fsdp": 72}, "fsdp", "NVLink", 900),
+        ("tpu7x:2x2x1x2@8GB/s", {"data": 2, "fsdp": 8, "slices": 2}, "data", "network", 4),  # of one device
         ("cpu:8", {"fsdp": 8}, "fsdp", "memory", math.inf),
         ("v5p:4x4x4", {"fsdp": 64}, "data", "memory", math.inf),  # nobody to talk to
     ],
@@ -132,6 +151,19 @@ def shape(target, slices=1, **sizes):
 def test_the_link_of_an_axis(target, layout, axis, name, gigabytes):
     link = targets.parse(target).axis_link(shape(target, **layout), axis)
     assert link.name == name and link.bytes_per_s == pytest.approx(gigabytes * GB)
+
+
+def test_other_sizes_keep_the_network():
+    assert targets.parse("h100:1x8@efa-p5").with_shape((2, 8)) == "h100:2x8@efa-p5"
+    assert targets.parse("v6e:4x4").with_shape((8, 8, 2)) == "v6e:8x8x2"
+
+
+def test_a_gpus_description_says_what_it_runs():
+    for family, chip in chips.FAMILIES.items():
+        if not chip.torus_dims:
+            text = targets.topology_options(targets.parse(f"{family}:1x1"))["target_config"]
+            for field in ("runtime_version", "driver_version", "compile_time_toolkit_version", "dnn_version"):
+                assert re.search(rf'\b{field}: "\d+\.\d+\.\d+"', text.partition("platform_name")[0])
 
 
 def test_groups_that_interleave_share_their_links():
@@ -143,9 +175,11 @@ def test_groups_that_interleave_share_their_links():
 
 
 def test_every_family_can_be_a_target_with_a_network():
-    assert {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"} <= set(chips.FAMILIES)
+    families = {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200", "gb200"}
+    assert families | {"a100-pcie", "a100-40gb-pcie", "h100-pcie"} <= set(chips.FAMILIES)
     for family, chip in chips.FAMILIES.items():
-        assert chip.network_bytes_per_s and 1e9 < chip.network_bytes_per_s < chip.link_bytes_per_s
+        network = chip.network_bytes_per_s
+        assert network is None if chip.link == "PCIe" else 1e9 < network < chip.link_bytes_per_s
         assert targets.parse(f"{family}:{'x'.join(map(str, (chip.slices or [(1, 8)])[0]))}").chip is chip
 
 
@@ -205,12 +239,35 @@ def test_libtpu_makes_each_tpu_target_and_numbers_it_as_we_do():
     )
 
 
-@pytest.mark.skipif(
+needs_cuda_plugin = pytest.mark.skipif(
     not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
     reason="ahead-of-time GPU compiles need a CUDA plugin: pip install jax-cuda12-plugin jax-cuda12-pjrt",
 )
+
+FLOAT8 = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxdist.planner import targets
+mesh = Mesh(np.array(targets.devices(targets.parse("h100:1x1"))), ("x",))
+a = jax.ShapeDtypeStruct((512, 512), jax.numpy.float8_e4m3fn, sharding=NamedSharding(mesh, P()))
+product = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ()))).astype("bfloat16"))
+lowered = product.trace(a, a).lower(lowering_platforms=("cuda",))
+print(lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text())
+"""
+
+
+@needs_cuda_plugin
+def test_8_bit_products_are_compiled_as_such():
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.run([sys.executable, "-c", FLOAT8], env=environ, capture_output=True, text=True)
+    assert "__cublas$lt$matmul$f8" in child.stdout, child.stderr[-3000:]
+
+
+@needs_cuda_plugin
 def test_the_cuda_plugin_makes_each_gpu_target():
     in_child([(f"{family}:2x4", {"data": 2, "fsdp": 4}) for family in ("a100-40gb", "a100", "b200")])
+    in_child([(f"{family}:1x4", {"fsdp": 4}) for family in ("a100-40gb-pcie", "a100-pcie", "h100-pcie")])
+    in_child([("gb200:1x72", {"fsdp": 72})])
     in_child([("h100:4x8", {"data": 8, "fsdp": 4, "dcn": 4}), ("h200:1x1", {})])
 
 
