@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.hardware.chips import platform_of
+from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
@@ -44,8 +44,10 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
       spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
-    step = _Step(run, spec, rules, platform_of(target.platform))
-    peak = max((step.in_loss(), step.in_backward(), step.in_update()), key=accounted_peak)
+    peak = _peak(_Step(run, spec, rules, platform_of(target.platform)))
+    capacity = _capacity(target)
+    if platform_of(target.platform) == "tpu" and capacity and accounted_peak(peak) > capacity:
+        peak = _peak(_Step(run, spec, rules, "tpu", pressed=True))
     return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
 
 
@@ -54,11 +56,26 @@ def accounted_peak(components: Mapping[str, int]) -> int:
     return sum(size for name, size in components.items() if name != HOST)
 
 
-class _Step:
-    """The sizes of a run's step on one device."""
+def _capacity(target: Target | jax.Device) -> int | None:
+    """Returns the bytes of a device that a program may fill; None where that is not known."""
+    chip = target.chip if isinstance(target, Target) else chip_for(target.device_kind)
+    return chip.capacity_bytes if chip else None
 
-    def __init__(self, run: RunConfig, spec: ModelSpec, rules: Rules, platform: str):
-        self.run, self.rules, self.platform = run, rules, platform
+
+def _peak(step: "_Step") -> Components:
+    return max((step.in_loss(), step.in_backward(), step.in_update()), key=accounted_peak)
+
+
+class _Step:
+    """The sizes of a run's step on one device.
+
+    `pressed`: of a program that is too large otherwise. A TPU's compiler then orders it anew, for size:
+    the head's gradient is reduced before the layers' backward passes, and attention's logsumexp is taken
+    out of its lanes before the feed-forward's values are there.
+    """
+
+    def __init__(self, run: RunConfig, spec: ModelSpec, rules: Rules, platform: str, pressed: bool = False):
+        self.run, self.rules, self.platform, self.pressed = run, rules, platform, pressed
         self.cut = build.staging(run, spec, rules.shape)
         self.spec = self.cut.staged_spec(spec) if self.cut else spec
         self.parameters = self.spec.named_trainable()
@@ -103,7 +120,11 @@ class _Step:
         gathered = self._gathered_once() or sum(block.weights) * self.compute
         work = self.times * block.working
         unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
-        if self.platform == "tpu":
+        if self.pressed:
+            work -= self.times * block.largest  # one gradient over its value: none and two of them were seen
+            sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
+            sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
+        elif self.platform == "tpu":
             work += self.times * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:  # a little later there is more
             gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
@@ -185,13 +206,22 @@ class _Step:
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
         """Returns the elements of the (trained) output head, gathered from fsdp; or of its vocabulary."""
-        named = self.parameters if trained else self.spec.named_parameters()
-        tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]
-        if not tables:
+        if not (table := self._head_table(trained)):
             return 0
-        dims, names = tables[-1]  # with tied embeddings there is one
+        dims, names = table
         local = self.rules.shard_dims(self.rules.computed(names, dims), dims)
         return local[names.index("vocab")] if vocabulary else math.prod(local)
+
+    def _head_shard(self) -> int:
+        """Returns the elements of the trained output head's reduced gradient."""
+        table = self._head_table(trained=True)
+        return self._elements(table[0], self.rules.gradient(table[1], table[0])) if table else 0
+
+    def _head_table(self, trained: bool) -> tuple[Sequence[int], Sequence[str]] | None:
+        """Returns (dims, names) of the output head; None without one."""
+        named = self.parameters if trained else self.spec.named_parameters()
+        tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]
+        return tables[-1] if tables else None  # with tied embeddings there is one
 
     def _gathered_once(self) -> int:
         once = self.cut is not None and self.cut.config.gather_once
