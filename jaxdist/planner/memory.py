@@ -217,7 +217,7 @@ class _Step:
         table = self._head_table(trained=True)
         return self._elements(table[0], self.rules.gradient(table[1], table[0])) if table else 0
 
-    def _head_table(self, trained: bool) -> tuple[Sequence[int], Sequence[str]] | None:
+    def _head_table(self, trained: bool) -> tuple[Sequence[int], tuple[str | None, ...]] | None:
         """Returns (dims, names) of the output head; None without one."""
         named = self.parameters if trained else self.spec.named_parameters()
         tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]

@@ -66,7 +66,7 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
     mesh_ids = [device.id for device in mesh.devices.flat]
     # This file says how results are read, so entries from before it was changed are not found.
-    content = [Path(__file__).read_text(), target.text.partition("@")[0], mesh_ids]
+    content: list[Any] = [Path(__file__).read_text(), target.text.partition("@")[0], mesh_ids]
     content += [targets.topology_options(target)]
     content += [sorted(request["flags"].items()), os.environ["XLA_FLAGS"], versions()]
     key = digest_bytes(json.dumps(content).encode() + lowered.as_text().encode())
