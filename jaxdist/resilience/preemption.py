@@ -202,8 +202,10 @@ def own_process() -> Iterator[None]:
         code = leaving.code if isinstance(leaving.code, int) else 1
         if leaving.code == EXIT_NO_CHECKPOINT or failed_in_group:
             _leave(code)
-        if leaving.code not in (0, None):  # also if a thread waits for a disk that does not answer
+        if isinstance(leaving.code, int) and code != 0:
+            # A thread that waits for a disk without answer would hold up the end, or crash in it.
             threading.Thread(target=_leave_late, args=(code,), name="leave", daemon=True).start()
+            _leave_tidily(code)
         raise
     except BaseException as error:
         if jax.distributed.is_initialized():

@@ -199,7 +199,8 @@ class WatchdogProcess:
             text = _text(fields["process"], self.processes, fields, done).rstrip() + "\n"
             _started(functools.partial(os.write, 2, text.encode(errors="backslashreplace"))).join(_PART_S)
         time.sleep(_LEVEL_S * level)
-        os.write(self.leave, b"\1")
+        with contextlib.suppress(BrokenPipeError):  # it has ended since
+            os.write(self.leave, b"\1")
         for number in (HANG_SIGNAL, signal.SIGKILL):  # the interpreter lock is held, or it leaves in vain
             if self._ended(_LEAVE_S):
                 return

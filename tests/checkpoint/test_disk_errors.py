@@ -242,5 +242,7 @@ def test_a_workdir_that_stalls_ends_the_run_with_76(faults, tmp_path, processes)
         for process in group:
             process.kill()
     print(f"{processes} processes: {seconds:.1f} s")
-    assert [process.returncode for process in group] == [76] * processes, said
+    codes = [process.returncode for process in group]
+    # Without the workdir neither hears of the other: the first to end is lost to the second.
+    assert 76 in codes and set(codes) <= {76, 70} and not any("Traceback" in text for text in said), said
     assert any("hang: process 0" in text for text in said), said

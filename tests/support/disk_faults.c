@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <fnmatch.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,7 +27,7 @@
 #include <unistd.h>
 
 #define MOST 16
-#define LONGEST 1024 /* bytes of a path: it may be on the small stack of a signal handler */
+#define LONGEST 1024 /* bytes of a path */
 
 static struct rule {
     char calls[64], pattern[PATH_MAX];
@@ -94,16 +95,27 @@ static int meet(const char *call, const char *path) {
     return 0;
 }
 
-/* Makes `path`, below the folder `at`, absolute; without /proc what is relative stays so. */
-static int meet_at(const char *call, int at, const char *path) {
+/* Returns whether a signal's handler runs, on a stack of its own: too small for what a fault takes. Python's
+ * handlers write to pipes from there. */
+static int in_handler(void) {
+    stack_t now;
+    return !sigaltstack(NULL, &now) && (now.ss_flags & SS_ONSTACK);
+}
+
+/* As `meet_at`, of what is no absolute path. */
+static __attribute__((noinline)) int meet_below(const char *call, int at, const char *path) {
     char whole[LONGEST], link[64];
-    if (!count || !path) return 0;
-    if (path[0] == '/') return meet(call, path);
     snprintf(link, sizeof link, at == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", at);
     ssize_t size = syscall(SYS_readlink, link, whole, sizeof whole - 1);
     if (size < 0) return 0;
     snprintf(whole + size, sizeof whole - size, path[0] ? "/%s" : "%s", path);
     return meet(call, whole);
+}
+
+/* Makes `path`, below the folder `at`, absolute; without /proc what is relative stays so. */
+static int meet_at(const char *call, int at, const char *path) {
+    if (!count || !path || in_handler()) return 0;
+    return path[0] == '/' ? meet(call, path) : meet_below(call, at, path);
 }
 
 static int meet_open(const char *call, int file) { return meet_at(call, file, ""); }
