@@ -62,7 +62,8 @@ class Side:
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
-    os.environ.update(platform_flags.flag_environment(platform_flags.detect_platform(os.environ), os.environ))
+    platform, family = platform_flags.detect_platform(os.environ), platform_flags.detect_family(os.environ)
+    os.environ.update(platform_flags.flag_environment(platform, os.environ, family=family))
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     initialize.skip_absent_tpu(os.environ)

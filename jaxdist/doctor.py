@@ -93,7 +93,8 @@ def _disk(folder: Path | str | None) -> dict[str, Any]:
 
 def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     platform = platform_flags.detect_platform(environ)
-    changes = platform_flags.flag_environment(platform, environ)
+    family = platform_flags.detect_family(environ)
+    changes = platform_flags.flag_environment(platform, environ, family=family)
     return [
         {
             "setting": flag.setting,
@@ -102,7 +103,7 @@ def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
             "why": flag.why,
             "source": flag.source,
         }
-        for flag in platform_flags.FLAGS[platform]
+        for flag in platform_flags.flags_for(platform, family)
     ]
 
 

@@ -53,7 +53,8 @@ def _devices(count: int) -> Sequence[jax.Device]:
     if count < 2:
         raise ConfigError(f"--devices {count}: must be >= 2, there is nothing else to compare")
     platform = platform_flags.detect_platform(os.environ)
-    os.environ.update(platform_flags.flag_environment(platform, os.environ))
+    family = platform_flags.detect_family(os.environ)
+    os.environ.update(platform_flags.flag_environment(platform, os.environ, family=family))
     if platform == "cpu":
         with contextlib.suppress(RuntimeError):  # the backend is running already
             jax.config.update("jax_platforms", "cpu")

@@ -32,13 +32,15 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     set and which launcher was found; None if neither.
     """
     add_threads(environ)
-    changed = flags.flag_environment(flags.detect_platform(environ), environ)
+    platform, family = flags.detect_platform(environ), flags.detect_family(environ)
+    notes = flags.left_to_the_user(platform, environ, family=family)
+    changed = flags.flag_environment(platform, environ, family=family)
     environ.update(changed)
     skip_absent_tpu(environ)
     if folder := compile_cache_folder(environ):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    lines = [f"flags: {name}={value}" for name, value in changed.items()]
+    lines = [f"flags: {name}={value}" for name, value in changed.items()] + notes
     return "\n".join([*lines, *filter(None, [join_processes(environ)])]) or None
 
 

@@ -45,6 +45,8 @@ class Chip:
     pcie_bytes_per_s: float | None = None  # to the host's memory, the share of one device
     slices: tuple[tuple[int, ...], ...] = ()  # chips along each ICI dim; see `legal_slice` for cubes
     max_slice_chips: int = 0  # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
+    pci_device_id: str = ""  # of Google's chips, as /sys/bus/pci/devices/*/device has it
+    sparse_core_collectives: bool = False  # its SparseCores can move them while the TensorCores compute
 
     @property
     def torus_dims(self) -> int:
@@ -160,6 +162,8 @@ def _tensor_cores(half: float, tf32: float, single: float, byte: float, **others
 # DCN: Google Cloud documentation; v5p, v6e and 7x give it per chip (50, 100, 100 Gbit/s), v5e per pod of
 # 256 (6.4 Tbit/s); v4: 25 GB/s of a host, as PCIe 15 and 32 (v6e) GB/s of a chip: "How to Think About TPUs".
 # Slices: Google Cloud documentation. 3D ones of whole 4x4x4 cubes have ascending dims, multiples of 4.
+# PCI ids: jax 0.10.2, jax/_src/hardware_utils.py. SparseCore: no flag moves collectives of v4 or v5e there,
+# and 7x moves them by itself (libtpu 0.0.42.1 and 0.0.50.1).
 # NVLink and PCIe are half of the datasheets' bidirectional numbers; PCIe 4.0 x16 is 32, 5.0 x16 64 GB/s.
 # GB200: 36 or 72 GPUs of a rack share one NVLink domain, which is a "host" here; to memory of the CPU each
 # has a quarter of NVLink-C2C's 900 GB/s (two GPUs, two directions).
@@ -186,19 +190,22 @@ CHIPS: tuple[Chip, ...] = (
           _CACM + "656 Gbit/s per link and direction", devices=2, usable_gib=15.48),
     _chip("TPU v4", ("TPU v4",), {"bfloat16": 275, "int8": 275}, 32 * _GIB, 1228, (6, "ICI", 45),
           _CLOUD + "TPU v4 (megacore: one device)" + _BOOK, family="v4", usable_gib=30.75, ghz=1.05,
-          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=4096),
+          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=4096, pci_device_id="0x005e"),
     _chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16 * _GIB, 819,
           (4, "ICI", 45), _CLOUD + "TPU v5e" + _BOOK, family="v5e", usable_gib=15.75, ghz=1.5,
-          network=3.125, pcie=15, slices=_FLAT),
+          network=3.125, pcie=15, slices=_FLAT, pci_device_id="0x0063"),
     _chip("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95 * _GIB, 2765,
           (6, "ICI", 90), _CLOUD + "TPU v5p" + _BOOK + _JAX, family="v5p", usable_gib=95.74, ghz=1.75,
-          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=6144),
+          network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=6144, pci_device_id="0x0062",
+          sparse_core_collectives=True),
     _chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
           32 * _GIB, 1640, (4, "ICI", 90), _CLOUD + "TPU v6e" + _BOOK, family="v6e", usable_gib=31.25,
-          ghz=1.75, network=12.5, pcie=32, slices=_FLAT),
+          ghz=1.75, network=12.5, pcie=32, slices=_FLAT, pci_device_id="0x006f",
+          sparse_core_collectives=True),
     _chip("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192 * _GIB, 7380, (6, "ICI", 90),
           _CLOUD + "TPU7x (Ironwood)" + _BOOK, family="tpu7x", devices=2, usable_gib=94.75, ghz=2.2,
-          network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216),
+          network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216, pci_device_id="0x0076",
+          sparse_core_collectives=True),
     _chip("A100 40GB", ("NVIDIA A100-SXM4-40GB",), _AMPERE, 40 * _G, 1555, (1, "NVLink", 300), _A100,
           family="a100-40gb", **_IB200),
     _chip("A100 40GB PCIe", ("NVIDIA A100-PCIE-40GB",), _AMPERE, 40 * _G, 1555, (1, "PCIe", 32), _A100,
@@ -237,6 +244,8 @@ CHIPS: tuple[Chip, ...] = (
 
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 FAMILIES: Mapping[str, Chip] = {chip.family: chip for chip in CHIPS if chip.family}
+# Other names of families: of Google Cloud's accelerator types, and of products.
+FAMILY_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
 
 
 def chip_for(device_kind: str) -> Chip | None:

@@ -1,10 +1,12 @@
-"""XLA and libtpu flags per platform, and which platform this is; no jax."""
+"""XLA and libtpu flags per platform and chip family, and which of them this machine has; no jax."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-from jaxdist.hardware.chips import Platform, platform_of
+from jaxdist.hardware.chips import CHIPS, FAMILIES, FAMILY_ALIASES, Platform, platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +18,9 @@ class Flag:
     value: str
     why: str
     source: str
+    families: tuple[str, ...] = ()  # of chips that it is for (`Chip.family`); () is the whole platform
+    group: str = ""  # flags that work together: who sets one of them sets them all
+    compile_option: bool = True  # False: a process starts with it, no single compilation takes it
 
     @property
     def setting(self) -> str:
@@ -30,6 +35,33 @@ class Flag:
 _TOOLBOX = "NVIDIA JAX Toolbox, "
 _MAXTEXT = "MaxText benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP"
 
+_LIBRARY = "MaxText benchmarks/xla_flags_library.py, ENABLE_SPARSECORE_OFFLOADING_FOR_"
+_SPARSE_CORE = "collectives on the SparseCore"
+
+
+def _sparse_core(name: str, value: str, why: str, source: str, *, compile_option: bool = True) -> Flag:
+    """Returns one of the flags that move collectives from the TensorCore, which they would stop.
+
+    v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the TensorCore whatever
+    is set.
+    """
+    return Flag(
+        "LIBTPU_INIT_ARGS", f"--{name}", value, why, source, ("v5p", "v6e"), _SPARSE_CORE, compile_option
+    )
+
+
+# A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with nd_reduce_scatter, and a gather of
+# them is asynchronous only with 3d_all_gather.
+_OFFLOAD, _ITS_USERS = "xla_tpu_enable_sparse_core_collective_offload_", "as its published users run it"
+_OFFLOADED = {
+    "all_gather": "gathers run beside compute",
+    "2d_all_gather": "over two dims of the torus as well",
+    "3d_all_gather": "and over three",
+    "reduce_scatter": "reduce-scatters run beside compute",
+    "nd_reduce_scatter": "those over several dims, which else become all-reduces, twice the bytes",
+    "all_reduce": "all-reduces run beside compute",
+}
+
 FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
     "gpu": (
         Flag("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler", "true",
@@ -43,31 +75,75 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
              "optimises the all-reduces of data parallelism between slices", _MAXTEXT),
         Flag("LIBTPU_INIT_ARGS", "--xla_tpu_data_parallel_opt_different_sized_ops", "true",
              "pipelines data-parallel collectives across loop iterations", _MAXTEXT),
+        *(_sparse_core(_OFFLOAD + name, "true", why, _LIBRARY + "..., docs/plan.md, Overlap on TPUs")
+          for name, why in _OFFLOADED.items()),
+        _sparse_core("xla_tpu_use_tc_device_shape_on_sc", "true", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
+        _sparse_core("xla_sc_disable_megacore_partitioning", "true", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
+        _sparse_core("xla_sc_enable_instruction_fusion", "false", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
+        _sparse_core("xla_sc_disjoint_spmem", "false", _ITS_USERS, _LIBRARY + "ALL_REDUCE",
+                     compile_option=False),
     ),
     "cpu": (),
 }  # fmt: skip
 
 
-def flag_environment(platform: Platform, environ: Mapping[str, str]) -> dict[str, str]:
+def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
+    """Returns the flags of a platform's chip family; of an unknown family (""), those of all."""
+    return tuple(f for f in FLAGS[platform] if not f.families or family in f.families)
+
+
+def flag_environment(platform: Platform, environ: Mapping[str, str], *, family: str = "") -> dict[str, str]:
     """Returns the variables to set: only those that change, each with its full new value.
 
     A setting that `environ` already holds, as a variable or as a flag inside one, is the user's
-    own and stays.
+    own and stays; with it the others of its group, set or not.
     """
     changed: dict[str, str] = {}
-    for flag in FLAGS[platform]:
+    users = {flag.group for flag in _users(platform, environ, family)} - {""}
+    for flag in flags_for(platform, family):
         present = changed.get(flag.variable, environ.get(flag.variable))
         if not flag.name:
             if present is None:
                 changed[flag.variable] = flag.value
-        elif flag.name not in {word.partition("=")[0] for word in (present or "").split()}:
+        elif flag.group not in users and flag.name not in _names(present):
             changed[flag.variable] = f"{present or ''} {flag.name}={flag.value}".strip()
     return changed
 
 
-def flag_table(platform: Platform) -> str:
-    """Returns the platform's flags as text: a line for the setting, one for reason and source."""
-    lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in FLAGS[platform])
+def left_to_the_user(platform: Platform, environ: Mapping[str, str], *, family: str = "") -> list[str]:
+    """Returns a line for each group of flags that is not set, since the user has set one of it.
+
+    What we have set before (a parent process did) is the whole group, so it gets none.
+    """
+    users: dict[str, list[str]] = {}
+    for flag in _users(platform, environ, family):
+        users.setdefault(flag.group, []).append(flag.name)
+    lines = []
+    for group in filter(None, users):
+        missing = [
+            f.name for f in flags_for(platform, family) if f.group == group and f.name not in users[group]
+        ]
+        if missing:
+            lines.append(
+                f"{group}: you set {' '.join(users[group])}, so the {len(missing)} other flags that jaxdist "
+                f"would set are left to you ({' '.join(missing)})"
+            )
+    return lines
+
+
+def _users(platform: Platform, environ: Mapping[str, str], family: str) -> Iterator[Flag]:
+    """Yields the flags that the environment already holds."""
+    return (f for f in flags_for(platform, family) if f.name and f.name in _names(environ.get(f.variable)))
+
+
+def _names(words: str | None) -> set[str]:
+    return {word.partition("=")[0] for word in (words or "").split()}
+
+
+def flag_table(platform: Platform, family: str = "") -> str:
+    """Returns the flags as text: a line for the setting, one for reason and source."""
+    flags = flags_for(platform, family)
+    lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in flags)
     return "\n".join(lines) or f"{platform}: no flags are set"
 
 
@@ -86,3 +162,27 @@ def detect_platform(
     if any(exists(f"{folder}{i}") for folder in ("/dev/accel", "/dev/vfio/") for i in range(8)):
         return "tpu"
     return "cpu"
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"  # its PCI vendor id
+
+
+def detect_family(environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES) -> str:
+    """Returns the family of this machine's TPUs ("v5p"), or "" without them, or if it is not known.
+
+    Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else the ids of the
+    devices on the PCI bus, as in jax.
+    """
+    if detect_platform(environ) != "tpu":
+        return ""
+    named = environ.get("TPU_ACCELERATOR_TYPE", "").lower().partition("-")[0]
+    if (named := FAMILY_ALIASES.get(named, named)) in FAMILIES:
+        return named
+    families = {chip.pci_device_id: chip.family for chip in CHIPS if chip.pci_device_id}
+    for vendor in sorted(pci_devices.glob("*/vendor")):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == _GOOGLE:
+                if family := families.get((vendor.parent / "device").read_text().strip()):
+                    return family
+    return ""

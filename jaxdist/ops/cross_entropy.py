@@ -16,7 +16,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from jaxdist.ops.matmul import sum_in_shards, waits_for_sums
 from jaxdist.parallel import execution
 from jaxdist.protocols.param_names import Names
 
@@ -112,10 +114,10 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
     zeros = _head_named(jnp.zeros((*options.group, *kernel.shape), jnp.float32), options)
     start = (jnp.float32(0), jnp.float32(0), zeros)
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
-    gradient = execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
+    gradient = _over_batch_shards(dhead, kernel.shape, options)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
-    if execution.current().platform == "tpu":
+    if waits_for_sums():
         # Left to the scheduler, the sum over devices comes last: a whole head stays until then.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
     return (loss, z), (dx, gradient)
@@ -128,6 +130,16 @@ def _backward(options, residuals, cotangents):
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+def _over_batch_shards(dhead, dims, options: LossOptions):
+    """Returns the head's gradient [dims], the sum of what batch shards have: [(G,) *dims]."""
+    now = execution.current()
+    if not options.group or now.mesh is None or now.platform != "tpu":
+        return execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
+    rows = now.rules.activation(("batch",), options.group)
+    spec = P(*rows, *now.rules.computed(options.names, dims))
+    return sum_in_shards(lambda own: own[0], (dhead,), (spec,), rows, options.names, dims)
 
 
 def _over_chunks(add, start, arrays, options: LossOptions):

@@ -94,7 +94,7 @@ def _backward(names, contract, residuals, cotangents):
             gradients.append(None)
             continue
         gradient = _kernel_gradient(x, dy, kernel, name, contract)
-        if _keeps_dims() and execution.current().axis_size("tensor") == 1:
+        if waits_for_sums() and execution.current().axis_size("tensor") == 1:
             # One after another, or the compiler multiplies first and reduces later: GiBs of gradients.
             # (A tensor shard's are small, and there the compiler recomputes less under a fixed order.)
             gradient, cotangents = jax.lax.optimization_barrier((gradient, tuple(cotangents)))
@@ -157,10 +157,6 @@ def _kernel_gradient(x, dy, kernel, names: Names, contract: int):
 def _summed_in_shards(product: Callable[..., jax.Array], x, dy, names: Names, contract: int) -> jax.Array:
     """Returns a parameter's gradient product(x, dy), summed over devices and laid out as gradients are.
 
-    The sum over fsdp is a reduce-scatter written out: libtpu's partitioner sums whole gradients on
-    every device and cuts them then, twice the bytes on the wire and the whole in memory. (For 256
-    devices of a 16 x 16 or 4 x 8 x 8 torus libtpu 0.0.42.1 makes the same of a written-out one.)
-
     Args:
       product: sums over the leading dims of its arguments, on one device.
       x, dy: [batch, sequence, *K] and [batch, sequence, *out] for a parameter [*K, *out].
@@ -171,33 +167,85 @@ def _summed_in_shards(product: Callable[..., jax.Array], x, dy, names: Names, co
     if now.mesh is None:
         return product(x, dy)
     rows = now.rules.activation(("batch", "sequence", *(None,) * lead)[:lead], x.shape[:lead])
+    used = now.rules.computed(names, dims)
+    specs = P(*rows, *used[:contract]), P(*rows, *used[contract:])
+    return sum_in_shards(product, (x, dy), specs, rows, names, dims)
+
+
+def sum_in_shards(
+    product: Callable[..., jax.Array],
+    arrays: Sequence[jax.Array],
+    specs: Sequence[P],
+    rows: P,
+    names: Names,
+    dims: Sequence[int],
+) -> jax.Array:
+    """Returns product(*arrays), summed over the devices that share out its rows, as gradients are laid out.
+
+    The sum over fsdp is a reduce-scatter written out: libtpu's partitioner sums whole gradients on
+    every device and cuts them then, twice the bytes on the wire and the whole in memory. (For 64 and more
+    devices of several dims of a torus libtpu makes the same of a written-out one, but on the SparseCore.)
+
+    Args:
+      product: sums over the rows of its arguments, on one device.
+      arrays, specs: its arguments, and how they are split.
+      rows: how the dims that it sums over are split.
+      names, dims: of the parameter, and of the result.
+    """
+    now = execution.current()
     axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
     if any(now.rules.shape.sizes[axis] > 1 and axis not in axes for axis in BATCH_AXES):
         # Written out, devices with the same samples would add up.
-        return execution.scatter(product(x, dy), names)
-    used, out = now.rules.computed(names, dims), now.rules.gradient(names, dims)
+        return execution.scatter(product(*arrays), names)
+    out = now.rules.gradient(names, dims)
     shards = [i for i, entry in enumerate(out) if "fsdp" in sharding.axes_in(entry)]
 
-    def local(x, dy):
-        total = product(x, dy)
+    def local(*arrays):
+        total = product(*arrays)
         # libtpu 0.0.50.1 does not compile a reduce-scatter of [1, 128, d] along d in shards of part
         # lanes ("AllReduceScatterFusion not implemented for 2nd-minor compaction"): one head a device.
         ones = [i for i, size in enumerate(total.shape) if size == 1 and i not in shards]
         total = jax.lax.squeeze(total, ones)
         for dim in shards:
-            at = dim - sum(one < dim for one in ones)
-            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=at, tiled=True)
+            total = _scatter_dim(total, dim - sum(one < dim for one in ones))
         total = jax.lax.expand_dims(total, ones)
         rest = [axis for axis in axes if not (shards and axis == "fsdp")]
         return jax.lax.psum(total, rest) if rest else total
 
-    specs = P(*rows, *used[:contract]), P(*rows, *used[contract:])
     region = now.manual_region()
-    return jax.shard_map(local, **region, in_specs=specs, out_specs=out, check_vma=False)(x, dy)
+    return jax.shard_map(local, **region, in_specs=tuple(specs), out_specs=out, check_vma=False)(*arrays)
+
+
+_SUBLANES, _LANES = 8, 128  # of a tile, in which TPUs hold the last two dims of an array
+
+
+def _scatter_dim(x: jax.Array, dim: int) -> jax.Array:
+    """Returns the device's shard, along a dim, of the sum of x over fsdp; in a manual region.
+
+    The SparseCore cuts rows into pieces of equal size. Where it finds none (128,256 columns, say) it sums
+    whole arrays, so it gets the tiles of a matrix as rows: they lie in memory just like that.
+    """
+    now, parts = execution.current(), execution.current().axis_size("fsdp")
+    rows, columns = x.shape[dim], math.prod(x.shape) // x.shape[dim]
+    if not (now.sparse_core_collectives and x.ndim == 2) or rows % (parts * _SUBLANES) or columns % _LANES:
+        return jax.lax.psum_scatter(x, "fsdp", scatter_dimension=dim, tiled=True)
+    tiles = jnp.moveaxis(x, dim, 0).reshape(rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)
+    tiles = tiles.swapaxes(1, 2).reshape(-1, _LANES)
+    tiles = jax.lax.psum_scatter(tiles, "fsdp", scatter_dimension=0, tiled=True)
+    tiles = tiles.reshape(-1, columns // _LANES, _SUBLANES, _LANES).swapaxes(1, 2)
+    return jnp.moveaxis(tiles.reshape(rows // parts, columns), 0, dim)
 
 
 def _keeps_dims() -> bool:
     return execution.current().platform == "tpu"
+
+
+def waits_for_sums() -> bool:
+    """Returns whether the sums of gradients over devices are part of the order of compute.
+
+    On SparseCores they run beside it, and a fixed order would only make compute wait for them.
+    """
+    return _keeps_dims() and not execution.current().sparse_core_collectives
 
 
 def _rows(x: jax.Array, trailing: int) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.hardware.chips import platform_of
+from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import FSDP_NAME, Names
@@ -37,6 +37,12 @@ class Execution:
     def platform(self) -> str:
         """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the host's)."""
         return platform_of(self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend())
+
+    @property
+    def sparse_core_collectives(self) -> bool:
+        """Returns whether the mesh's chips move collectives beside compute, on their SparseCores."""
+        chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None
+        return chip is not None and chip.sparse_core_collectives
 
     @property
     def sequence_is_split(self) -> bool:

@@ -16,13 +16,13 @@ from pathlib import PurePath
 
 import numpy as np
 
-from jaxdist.hardware.chips import NETWORKS
+from jaxdist.hardware.chips import NETWORKS, Chip
 from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
-from jaxdist.telemetry.units import time_text
+from jaxdist.telemetry.units import percent_text, time_text
 
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -51,6 +51,7 @@ class Collective:
     ends: int
     link: Link | None = None  # None: no target was given, or one device
     hidden_by: str = ""  # the instructions between start and done that take longest
+    hidden_s: float = 0.0  # of `step_s`, what compute between start and done covers (`timing.overlap`)
 
     @property
     def gathers_weights(self) -> bool:
@@ -69,8 +70,13 @@ class Collective:
 
     @property
     def step_s(self) -> float:
-        """Seconds of all executions of a step, in the open."""
+        """Seconds of all executions of a step, were they all in the open."""
         return self.count * self.wire_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which nothing but this runs."""
+        return self.step_s - self.hidden_s
 
 
 def collectives(
@@ -85,6 +91,29 @@ def collectives(
     reader = _Reader(module, shape, target, mesh_ids or range(shape.num_devices))
     spanning = [one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1]
     return [_with_weights(one, spanning) for one in spanning]
+
+
+@dataclass
+class _Span:
+    """A collective in its schedule, while that is read."""
+
+    begins: int  # place of the first part
+    ends: int  # and of the last
+    outer: hlo.Instruction  # that stands there
+    inner: hlo.Instruction  # the collective itself
+    around: str  # its computation
+
+    def go_on(self, place: int, part: hlo.Instruction) -> None:
+        """Takes in an update or the end of it.
+
+        libtpu 0.0.50.1 starts a call on the SparseCore without operands; its update brings them, so
+        nothing can move before.
+        """
+        self.ends = place
+        _, *operands = part.operands or [""]
+        if operands and not self.outer.operands:
+            text = self.outer.text.replace("-start()", f"-start({', '.join('%' + o for o in operands)})", 1)
+            self.begins, self.outer = place, hlo.Instruction(self.outer.name, text)
 
 
 class _Reader:
@@ -107,7 +136,7 @@ class _Reader:
 
     def of_run(self, run: hlo.LoopRun) -> Iterator[Collective]:
         steps = self.module.computations[run.computation]
-        spans: dict[object, list] = {}  # place of the first and the last part, outer, inner, its computation
+        spans: dict[object, _Span] = {}
         keys: dict[str, object] = {}  # instruction -> key of the span that it started or went on with
         for place, step in enumerate(steps.values()):
             if step.opcode == "recv" and (match := _RENDEZVOUS.search(step.text)):
@@ -115,15 +144,17 @@ class _Reader:
             if step.opcode.endswith(("-update", "-done")):
                 key = keys.get(next(iter(step.operands), ""))
                 if key in spans:  # else it ends a callback to the host
-                    spans[key][1], keys[step.name] = place, key
+                    keys[step.name] = key
+                    spans[key].go_on(place, step)
                 continue
             for inner, around in self._collectives_of(step, run.computation):
                 key = keys[step.name] = _key(step, inner)
-                spans.setdefault(key, [place, place, step, inner, around])[1] = place
-        for begins, ends, outer, inner, around in spans.values():
-            operands = inner.operands[: 1 if inner.opcode == "send" else None]
-            types = [part for name in operands for part in self.module.computations[around][name].types]
-            yield self._collective(run, begins, ends, outer, inner, types)
+                spans.setdefault(key, _Span(place, place, step, inner, around)).ends = place
+        for span in spans.values():
+            operands = span.inner.operands[: 1 if span.inner.opcode == "send" else None]
+            inside = self.module.computations[span.around]
+            types = [part for name in operands for part in inside[name].types]
+            yield self._collective(run, span.begins, span.ends, span.outer, span.inner, types)
 
     def _collectives_of(self, step: hlo.Instruction, around: str) -> list[tuple[hlo.Instruction, str]]:
         """Returns the collectives that an instruction is or holds, each with its computation."""
@@ -204,17 +235,26 @@ _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:op_nam
 
 
 def warnings(
-    collectives: Sequence[Collective], *, compute: str, forwards_per_backward: float = 1.0, log: str = ""
+    collectives: Sequence[Collective],
+    *,
+    compute: str,
+    forwards_per_backward: float = 1.0,
+    log: str = "",
+    chip: Chip | None = None,
+    step_s: float | None = None,
 ) -> list[str]:
     """Returns what slows the step down, a sentence each: where it comes from, and the cure.
 
     Args:
+      collectives: with what compute hides of them (`timing.overlap`).
       compute: dtype of matrix products.
       forwards_per_backward: attention forward kernels per backward (`timing.forwards_per_backward`).
       log: what the compiler wrote.
+      chip: of the target.
+      step_s: time of a step.
     """
     large = [one for one in collectives if one.bytes >= _LARGE]
-    lines = [*_synchronous(large), *_slow_links(large)]
+    lines = [*_exposed(large, chip, step_s), *_slow_links(large)]
     if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
         cure = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
         cure = "precision.compute=bfloat16 halves the bytes" if compute == "float32" else cure
@@ -237,23 +277,62 @@ def warnings(
     return lines
 
 
-def _synchronous(collectives: Sequence[Collective]) -> Iterator[str]:
-    groups: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+_WORTH_SAYING = 0.005  # of the step: what is exposed for less time is not worth a line
+
+
+def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float | None) -> Iterator[str]:
+    """Yields a line for each kind of collective that compute does not cover: how long, why, the cure."""
+    groups: defaultdict[tuple[str, str, str, bool], list[Collective]] = defaultdict(list)
     for one in collectives:
-        if one.in_loop and not one.asynchronous and (one.link is None or one.link.name != "memory"):
-            groups[one.kind, one.axis, one.what.split()[0]].append(one)
-    for (kind, axis, what), group in groups.items():
-        cure = {
-            "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
-            "gradient": "more tokens per device or fewer batch.accumulation makes them a smaller part",
-        }.get(what, f"a smaller mesh.{axis.split('+')[-1]} sends less")
-        if (what, axis) == ("activations", "tensor"):
-            cure += ", mesh.sequence_parallel=true splits the work around them"
-        seconds = sum(one.step_s for one in group)
+        if one.link is None or one.link.name != "memory":
+            groups[one.kind, one.axis, one.what.split()[0], one.asynchronous].append(one)
+    for (kind, axis, _, asynchronous), group in groups.items():
+        seconds = sum(one.exposed_s for one in group)
+        stops = not asynchronous and any(one.in_loop for one in group)
+        if not stops and not (step_s and seconds > _WORTH_SAYING * step_s):
+            continue
+        count, place = sum(one.count for one in group), " in a loop" * any(one.in_loop for one in group)
+        share = f" ({percent_text(seconds / step_s)})" if step_s else ""
+        spent = f"{time_text(seconds)} a step{share}" if seconds else ""
+        if asynchronous:
+            whole = time_text(sum(one.step_s for one in group))
+            said = f"run beside compute that does not cover them: {spent} of {whole} exposed"
+        else:
+            said = f"are synchronous, nothing runs beside them{f': {spent}' if spent else ''}"
+        why, cures = _why(group, chip), _cures(group, chip)
         yield (
-            f"{sum(one.count for one in group)} {kind}s over {axis} in a loop are synchronous, nothing runs "
-            f"beside them{f': {time_text(seconds)} a step' if seconds else ''} ({_places(group)}); {cure}"
+            f"{count} {kind}s over {axis}{place} {said} ({_places(group)})"
+            f"{f'; {why}' if why else ''}; {', '.join(cures)}"
         )
+
+
+def _why(group: Sequence[Collective], chip: Chip | None) -> str:
+    """Returns why a compiler leaves such collectives in the open, where that is known."""
+    first = group[0]
+    whole = (
+        first.kind == "all-reduce" and first.what.startswith("gradient") and "fsdp" in first.axis.split("+")
+    )
+    reasons = ["libtpu sums whole gradients here, twice a reduce-scatter's bytes"] * whole
+    if chip is not None and chip.torus_dims and not first.asynchronous:
+        if chip.sparse_core_collectives:
+            reasons.append("the SparseCore did not take them")
+        else:
+            some = "only some gathers" if chip.family == "v5e" else "no gathers or sums"
+            reasons.append(f"a {chip.name} moves {some} beside compute")
+    return ", and ".join(reasons)
+
+
+def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
+    first = group[0]
+    what, axis = first.what.split()[0], first.axis
+    if what == "gradient" and first.dtype == "f32" and chip is not None and chip.torus_dims:
+        yield "precision.reduce=bfloat16 halves their bytes"
+    yield {
+        "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
+        "gradient": "more tokens per device or fewer batch.accumulation makes them a smaller part",
+    }.get(what, f"a smaller mesh.{axis.split('+')[-1]} sends less")
+    if (what, axis) == ("activations", "tensor"):
+        yield "mesh.sequence_parallel=true splits the work around them"
 
 
 def _slow_links(collectives: Sequence[Collective]) -> Iterator[str]:

@@ -107,7 +107,8 @@ def compile_run(
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
         workdir.write_json(folder / workdir.CONFIG, schema.to_config_dict(run).to_dict())
-        flags = compiler_flags(target.platform, options, os.environ)
+        flags, run_only = compiler_flags(target, options, os.environ)
+        notes += run_only
         request = {"target": target.text, "cache": str(_cache(options) or folder), "flags": flags}
         workdir.write_json(folder / "request.json", request)
         result = _watch(folder, _environment(target, os.environ), options, say)
@@ -150,18 +151,31 @@ def read_entry(path: Path) -> dict[str, Any] | None:
 # --- what is compiled with ------------------------------------------------------------------------
 
 
-def compiler_flags(platform: str, options: CompileOptions, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the compiler options: what train sets, the user's own over it, the options' last."""
+def compiler_flags(
+    target: Target, options: CompileOptions, environ: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the compiler options and notes: what train sets, the user's own over it, the options' last.
+
+    A flag that only a process can start with is none of them; one of the user's gets a note.
+    """
+    platform, family = target.platform, target.chip.family if target.chip else ""
+    run_only = {
+        f.name.lstrip("-") for f in platform_flags.flags_for(platform, family) if not f.compile_option
+    }
+    notes = platform_flags.left_to_the_user(platform, environ, family=family)
     flags: dict[str, Any] = {}
     if variable := _VARIABLES.get(platform):
-        changed = platform_flags.flag_environment(platform, environ)  # type: ignore[arg-type]
+        changed = platform_flags.flag_environment(platform, environ, family=family)
+        users = environ.get(variable, "")
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
-            if platform == "tpu" or name.startswith("xla_gpu"):
+            if name in run_only:
+                notes += [f"{name}: no option of one compilation; planned without it"] * (word in users)
+            elif platform == "tpu" or name.startswith("xla_gpu"):
                 flags[name] = {"true": True, "": True, "false": False}.get(value, value)
     if platform == "tpu":
         flags[WINDOWED_EINSUM] = "1000000"
-    return flags | dict(options.flags)
+    return flags | dict(options.flags), notes
 
 
 def versions() -> dict[str, str]:

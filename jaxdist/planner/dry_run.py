@@ -36,13 +36,14 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
     for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
-    say("\n" + platform_flags.flag_table(chips.platform_of(platform)))
+    chip = chips.chip_for(devices[0].device_kind)
+    say("\n" + platform_flags.flag_table(chips.platform_of(platform), chip.family if chip else ""))
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])
     together = memory.accounted_peak(components)
     for name, size in (components | {"together": together}).items():
         say(f"  {name:<28} {size:>18,} bytes")
-    if chip := chips.chip_for(devices[0].device_kind):
+    if chip:
         share = together / chip.capacity_bytes
         say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")
     else:

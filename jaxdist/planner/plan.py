@@ -201,10 +201,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     module = hlo.parse(compiled.hlo)
     collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
     compute, kernels = run.precision.compute, timing.attention_kernels(module)
-    again = timing.forwards_per_backward(kernels)
-    notes += communication.warnings(
-        collectives, compute=compute, forwards_per_backward=again, log=compiled.log
-    )
+    collectives = timing.overlap(module, collectives, kernels, target, compute=compute)
     time = timing.estimate(
         module,
         collectives,
@@ -214,6 +211,14 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         flops_per_token=model_flops(run, plan.spec),
         compute=compute,
         bubble=plan.pipeline.get("bubble", 0.0),
+    )
+    notes += communication.warnings(
+        collectives,
+        compute=compute,
+        forwards_per_backward=timing.forwards_per_backward(kernels),
+        log=compiled.log,
+        chip=target.chip,
+        step_s=time.step_s,
     )
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
@@ -252,4 +257,5 @@ def _collective(one: Collective) -> dict[str, Any]:
     values = {name: value for name, value in asdict(one).items() if name not in places}
     # No time is a link that is not modelled.
     values |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}
+    values |= {"exposed_s": one.exposed_s} if one.step_s else {"hidden_s": None, "exposed_s": None}
     return values | {"link": one.link.name if one.link else None}

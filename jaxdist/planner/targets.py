@@ -30,8 +30,6 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import validation
 from jaxdist.trainer.run_config import RunConfig
 
-_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
-
 _NAMED_BY_CORES = ("v4", "v5p")  # Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
 
 _DIE_TO_DIE = 6  # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation, TPU7x
@@ -172,7 +170,7 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
         text = _describe(here)
     asked, _, network = text.strip().partition("@")
     family, _, sizes = asked.strip().lower().partition(":")
-    family = _ALIASES.get(family, family)
+    family = hardware.FAMILY_ALIASES.get(family, family)
     shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
     if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096 and "@" not in text:
         return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
@@ -220,7 +218,7 @@ def _meant(text: str) -> str:
     if not match:
         return ""
     family, number = match["family"] or match["of"], int(match["n"] or match["number"])
-    chip = hardware.FAMILIES.get(_ALIASES.get(family, family))
+    chip = hardware.FAMILIES.get(hardware.FAMILY_ALIASES.get(family, family))
     if chip is None or number < 1:
         return ""
     if chip.torus_dims:

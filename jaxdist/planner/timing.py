@@ -83,7 +83,7 @@ class Time:
     tokens_per_s_per_chip: float | None = None
     waterfall: Mapping[str, float] | None = None  # parts of step_s
     hidden_s: float = 0.0  # asynchronous communication that its compute covers
-    uncovered_s: float = 0.0  # and that it does not; on TPU in high_s only, see `estimate`
+    uncovered_s: float = 0.0  # and that it does not, a part of the exposed
     notes: tuple[str, ...] = ()  # what was left out
 
     @property
@@ -111,35 +111,33 @@ def estimate(
 ) -> Time:
     """Returns the time of a scheduled program.
 
-    Exposed are synchronous collectives; on GPU, where all are asynchronous, what compute cannot cover.
+    Exposed are synchronous collectives, and of asynchronous ones what compute does not cover.
 
     Args:
-      collectives: with links.
+      collectives: with links, and what compute hides (`overlap`).
       tokens: of a step, all devices together.
       flops_per_token: model FLOPs by convention, "causal" and "full".
       compute: dtype of matrix products.
       bubble: idle share of a pipeline's time, which its ticks, loops of the program, already contain.
     """
     rated = target.chip.peak(compute) if target.chip else None
-    if (peak := products_peak(target, compute)) is None:
+    costs = _costs(module, kernels, target, compute)
+    if not costs:
         return Time(f"unknown: no speed is published of {target.text}")
-    gpu = target.platform == "gpu"
-    ranges = (_GPU_BEST, _GPU_WORST) if gpu else ((1.0, 1.0),)
-    costs = [_Costs(module, target, peak, kernels, reached) for reached in ranges]
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
     attention, middle = costs[0].attention_s, sum(cost.compute_s for cost in costs) / len(costs)
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
-    hidden = _hidden(costs[0], collectives)
-    exposed = sync + (wire - hidden if gpu else 0.0)
+    hidden = math.fsum(one.hidden_s for one in collectives)
+    exposed = sync + wire - hidden
     step = middle + attention + exposed
     executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=_SURE["gpu" if gpu else target.family] + between,
+        sure=_SURE["gpu" if target.platform == "gpu" else target.family] + between,
         step_s=step,
         low_s=costs[0].compute_s + attention,
         high_s=costs[-1].compute_s + attention + sync + wire,
@@ -280,19 +278,40 @@ class _Costs:
         return max(writes, 0) + sum(reads)
 
 
-def _hidden(costs: _Costs, collectives: Sequence[Collective]) -> float:
-    """Returns the seconds a step of asynchronous communication that fit between start and done.
+def _costs(module: hlo.Module, kernels: Sequence[Kernel], target: Target, compute: str) -> list[_Costs]:
+    """Returns a program's costs, at the best and at the worst that a target reaches; [] without a speed."""
+    if (peak := products_peak(target, compute)) is None:
+        return []
+    ranges = (_GPU_BEST, _GPU_WORST) if target.platform == "gpu" else ((1.0, 1.0),)
+    return [_Costs(module, target, peak, kernels, reached) for reached in ranges]
+
+
+def overlap(
+    module: hlo.Module,
+    collectives: Sequence[Collective],
+    kernels: Sequence[Kernel],
+    target: Target,
+    *,
+    compute: str = "bfloat16",
+) -> list[Collective]:
+    """Returns the collectives with the seconds of a step that compute between start and done hides.
 
     One at a time on a link, in the order of the schedule; waiting delays nothing after it.
+
+    Args:
+      collectives: with links.
+      compute: dtype of matrix products.
     """
-    total = 0.0
-    pending = sorted((one for one in collectives if one.asynchronous), key=lambda one: one.begins)
-    for name in dict.fromkeys(one.computation for one in pending):
-        inside = costs.module.computations[name]
-        clock = [0.0, *accumulate(costs.seconds(inside, step) for step in inside.values())]
+    hidden = [0.0] * len(collectives)
+    costs = _costs(module, kernels, target, compute)
+    pending = [(i, one) for i, one in enumerate(collectives) if one.asynchronous and costs]
+    pending.sort(key=lambda entry: entry[1].begins)
+    for name in dict.fromkeys(one.computation for _, one in pending):
+        inside = module.computations[name]
+        clock = [0.0, *accumulate(costs[0].seconds(inside, step) for step in inside.values())]
         free: dict[str, float] = {}
-        for one in (one for one in pending if one.computation == name):
+        for i, one in (entry for entry in pending if entry[1].computation == name):
             link = one.link.name if one.link else ""
             free[link] = max(clock[one.begins + 1], free.get(link, 0.0)) + one.wire_s
-            total += one.count * max(0.0, one.wire_s - max(0.0, free[link] - clock[one.ends]))
-    return total
+            hidden[i] = one.count * max(0.0, one.wire_s - max(0.0, free[link] - clock[one.ends]))
+    return [replace(one, hidden_s=seconds) for one, seconds in zip(collectives, hidden, strict=True)]

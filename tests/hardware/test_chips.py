@@ -115,10 +115,54 @@ def test_the_users_values_always_win():
     assert platform_flags.flag_environment("cpu", {}) == {}
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
-def test_the_flag_table_gives_a_reason_and_a_source(platform):
-    text = platform_flags.flag_table(platform)
-    for flag in platform_flags.FLAGS[platform]:
+SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
+
+
+@pytest.mark.parametrize(
+    "family, offloads", [("v5p", 6), ("v6e", 6), ("v5e", 0), ("v4", 0), ("tpu7x", 0), ("", 0)]
+)
+def test_collectives_go_to_the_sparse_core_where_a_chip_has_one_that_needs_to_be_told(family, offloads):
+    flags = platform_flags.flag_environment("tpu", {}, family=family).get("LIBTPU_INIT_ARGS", "")
+    assert flags.count(SPARSE_CORE) == offloads
+    assert "xla_tpu_enable_data_parallel_all_reduce_opt=true" in flags
+    assert not platform_flags.left_to_the_user("tpu", {"LIBTPU_INIT_ARGS": flags}, family=family)
+
+
+def test_who_sets_one_flag_of_a_group_sets_them_all_and_is_told():
+    own = {"LIBTPU_INIT_ARGS": f"--{SPARSE_CORE}all_gather=false"}
+    flags = platform_flags.flag_environment("tpu", own, family="v5p")["LIBTPU_INIT_ARGS"]
+    assert flags.count("sparse_core") == 1 and "xla_sc" not in flags and "data_parallel" in flags
+    (line,) = platform_flags.left_to_the_user("tpu", own, family="v5p")
+    assert "all_gather" in line and "9 other flags" in line and "xla_sc_disjoint_spmem" in line
+    assert not platform_flags.left_to_the_user("tpu", own, family="v5e")
+
+
+@pytest.mark.parametrize(
+    "environ, pci, family",
+    [
+        ({"TPU_ACCELERATOR_TYPE": "v5p-128"}, "0x0063", "v5p"),
+        ({"TPU_ACCELERATOR_TYPE": "v5litepod-16"}, "", "v5e"),
+        ({"TPU_ACCELERATOR_TYPE": "of next year-8"}, "0x006f", "v6e"),
+        ({}, "0x0062", "v5p"),
+        ({}, "0x0076", "tpu7x"),
+        ({}, "0x9999", ""),
+        ({}, "", ""),
+        ({"JAX_PLATFORMS": "cpu"}, "0x0062", ""),
+    ],
+)
+def test_detect_family(environ, pci, family, tmp_path):
+    for i, (vendor, device) in enumerate([("0x8086", "0x0063"), ("0x1ae0", pci)][: 1 + bool(pci)]):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "vendor").write_text(vendor + "\n")
+        (tmp_path / str(i) / "device").write_text(device + "\n")
+    environ = {"JAX_PLATFORMS": "tpu"} | environ
+    assert platform_flags.detect_family(environ, pci_devices=tmp_path) == family
+
+
+@pytest.mark.parametrize("platform, family", [("tpu", ""), ("tpu", "v5p"), ("gpu", ""), ("cpu", "")])
+def test_the_flag_table_gives_a_reason_and_a_source(platform, family):
+    text = platform_flags.flag_table(platform, family)
+    for flag in platform_flags.flags_for(platform, family):
         assert flag.name in text and flag.why in text and flag.source in text
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
-from jaxdist.ops.matmul import project
+from jaxdist.ops.matmul import project, sum_in_shards
 from jaxdist.parallel import execution
 from jaxdist.telemetry import hlo
 from support.models import MIXED, ONE, Layout, rules_and_mesh, worst
@@ -129,6 +129,44 @@ def test_project_equals_einsum_and_its_gradients(layout, platform, monkeypatch):
     compare(_projected, _projected_plainly, layout, kernels, arrays()["x"])
 
 
+@pytest.mark.parametrize("names", [("d_model", None), (None, "d_model")])
+def test_a_matrix_scattered_by_tiles_is_the_same(names, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "sparse_core_collectives", True)
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    rules, mesh = rules_and_mesh(LAYOUTS["fsdp"])
+    dims = (128, 256) if names[0] else (256, 128)
+    parts = np.random.default_rng(0).normal(size=(8, *dims)).astype(np.float32)
+
+    def summed(parts):
+        with execution.activate(mesh, rules):
+            rows = rules.activation(("batch",), (8,))
+            spec = jax.sharding.PartitionSpec(*rows, None, None)
+            return sum_in_shards(lambda own: own[0], (parts,), (spec,), rows, names, dims)
+
+    traced = jax.jit(summed).trace(parts)
+    assert "reduce_scatter" in str(traced.jaxpr) and f"f32[{128 * 256 // 128},128]" in str(traced.jaxpr)
+    np.testing.assert_allclose(traced.lower().compile()(parts), parts.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparse_core", [False, True])
+def test_sums_over_devices_hold_compute_back_only_where_they_cannot_run_beside_it(sparse_core, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    monkeypatch.setattr(execution.Execution, "sparse_core_collectives", sparse_core)
+
+    def loss(p, x, targets, weights):
+        y, _ = _projected(p, x)
+        return y + cross_entropy(x, p["head"], targets, weights)[0]
+
+    def gradients(p, *inputs):
+        return _value_and_grad(lambda *given: (loss(*given), ()), p, *inputs)
+
+    step, placed = on_mesh(gradients, LAYOUTS["fsdp"])
+    values = {name: arrays()[name] for name in ("gate", "up", "query", "out", "down", "head")}
+    inputs = arrays()["x"], arrays()["indices"], arrays()["weights"]
+    barriers = str(step.trace(*placed(values, *inputs)).jaxpr).count("optimization_barrier")
+    assert barriers == (0 if sparse_core else 6)
+
+
 def test_projects_gradients_are_float32_whatever_the_activations():
     kernel, x = jnp.asarray(arrays()["up"]), jnp.asarray(arrays()["x"], jnp.bfloat16)
 
@@ -235,6 +273,30 @@ def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
     head = "table" if options.get("tied") else "head"
     inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
     compare(*_score(head, options), LAYOUTS[layout], [head], *inputs, limit=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"), [("mixed", "tied"), ("fsdp", "chunks"), ("sequence", "plain"), ("zero2", "z_loss")]
+)
+def test_cross_entropy_as_written_for_a_tpu(layout, variant, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    test_cross_entropy_equals_autodiff_of_the_formula(layout, variant)
+
+
+def test_on_a_tpu_the_heads_gradient_crosses_devices_in_shards(monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+
+    def gradient(p, x, targets, weights):
+        return _value_and_grad(
+            lambda p, *given: (cross_entropy(given[0], p["head"], *given[1:])[0], ()), p, x, targets, weights
+        )
+
+    step, placed = on_mesh(gradient, LAYOUTS["fsdp"])
+    inputs = arrays()["x"], arrays()["indices"], arrays()["weights"]
+    compiled = step.lower(*placed({"head": arrays()["head"]}, *inputs)).compile()
+    sums = collectives(hlo.parse(compiled.as_text()), ("all-reduce", "reduce-scatter"))
+    large = [(kind, shape) for _, kind, _, shape in sums if np.prod(shape) >= D * V // 8]
+    assert large == [("reduce-scatter", (D // 8, V))]
 
 
 def test_chunks_change_nothing():

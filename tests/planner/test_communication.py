@@ -1,7 +1,7 @@
 """Collectives of compiled programs: real texts, trimmed, of each way that a compiler spells them.
 
 tests/hlo/*.txt are our own steps (dense_16b, llama3_8b) as libtpu 0.0.42.1 and the CUDA plugin
-of jax 0.10.2 scheduled them, cut down to some collectives and what they need.
+of jax 0.10.2 scheduled them (`_50`: libtpu 0.0.50.1), cut down to some collectives and what they need.
 """
 
 import dataclasses
@@ -202,6 +202,25 @@ def test_fused_all_reduce_and_slice_is_a_reduce_scatter():
     assert permute.asynchronous and permute.axis == "fsdp" and permute.what.startswith("gradient")
 
 
+@pytest.mark.parametrize("libtpu", [42, 50])
+def test_collectives_on_the_sparse_core_have_names_and_windows(libtpu):
+    name = f"v5p_sparse_core_{libtpu}"
+    found = {one.kind: one for one in read(name).values()}
+    gather, gradient, head = found["all-gather"], found["reduce-scatter"], found["all-reduce"]
+    assert all(one.asynchronous and one.axis == "fsdp" and one.group_size == 64 for one in found.values())
+    assert (gather.what, gather.dtype, gather.count) == ("gather of blocks/mlp/up", "bf16", 4)
+    assert gather.bytes == 4096 * 14336 * 2 and gather.module.startswith("FeedForward.__call__ (layers.py:")
+    assert (gradient.what, gradient.phase, gradient.count) == ("gradient", "backward", 4)
+    assert gradient.bytes == 4 * 4096 * 14336 and gradient.module.startswith(
+        "FeedForward.__call__ (layers.py:"
+    )
+    assert (head.what, head.count, head.bytes) == ("gradient", 1, 4096 * 128256 * 4)
+    # 0.0.50.1 starts them long before there is anything to send: the window opens with the operands.
+    steps = list(hlo.parse((HLO / f"{name}.txt").read_text()).computations[gather.computation].values())
+    assert any("slice_convert_fusion" in operand for operand in steps[gather.begins].operands)
+    assert "dot_general" in gather.hidden_by and steps[gather.ends].opcode == "call-done"
+
+
 def test_host_transfers_between_slices_are_collectives_over_the_slices():
     found = read("v5e_two_slices")
     gradient = found["send.28"]
@@ -252,6 +271,22 @@ def test_synchronous_collectives_of_the_layer_loop_are_named_with_their_module()
     assert any("32 all-reduces over fsdp in a loop are synchronous" in line for line in lines)
     assert all("Attention.heads (transformer.py:" in line for line in lines if "synchronous" in line)
     assert not any("async-collective" in line for line in lines)
+
+
+def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
+    v5e, v5p = targets.parse("v5e:16x16").chip, targets.parse("v5p:4x4x4").chip
+    found = read("v5e_fsdp256")
+    gradient, gather = found["all-reduce.64"], found["async-collective-start"]
+    (line,) = warned([gradient], chip=v5e, step_s=10 * gradient.step_s)
+    assert "(10%)" in line.replace(".0", "").replace(" %", "%") and "whole gradients" in line
+    assert "TPU v5e moves only some gathers" in line and "precision.reduce=bfloat16 halves" in line
+    (line,) = warned([dataclasses.replace(gradient, dtype="bf16")], chip=v5p, step_s=10 * gradient.step_s)
+    assert "SparseCore did not take" in line and "precision.reduce" not in line
+    half = dataclasses.replace(gather, hidden_s=gather.step_s / 2)
+    (line,) = warned([half], chip=v5e, step_s=10 * gather.step_s)
+    assert "does not cover them" in line and "gather of blocks/attention/query" in line
+    assert not warned([dataclasses.replace(gather, hidden_s=gather.step_s)], chip=v5e, step_s=gather.step_s)
+    assert not warned([half], chip=v5e, step_s=1000 * gather.step_s)
 
 
 def test_float32_gathers_and_reduced_gathers():

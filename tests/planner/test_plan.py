@@ -171,13 +171,28 @@ def test_versions_that_do_not_belong_together_are_named(monkeypatch):
 
 def test_flags_are_those_of_train_and_the_users_win():
     name = "xla_tpu_enable_data_parallel_all_reduce_opt"
-    plain = compiler_flags("tpu", CompileOptions(), {})
+    v5e = targets.parse("v5e:2x2")
+    plain, notes = compiler_flags(v5e, CompileOptions(), {})
+    assert not notes and not any("sparse_core" in flag for flag in plain)
     assert plain[name] is True and plain[compiler.WINDOWED_EINSUM] == "1000000"
     own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
-    mine = compiler_flags("tpu", CompileOptions(flags=(("x", 1),)), own)
+    mine, _ = compiler_flags(v5e, CompileOptions(flags=(("x", 1),)), own)
     assert mine[name] is False and mine["xla_tpu_scoped_vmem_limit_kib"] == "98304" and mine["x"] == 1
-    gpu = compiler_flags("gpu", CompileOptions(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    environ = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    gpu, _ = compiler_flags(targets.parse("h100"), CompileOptions(), environ)
     assert gpu == {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def test_a_plan_is_compiled_with_the_flags_of_the_chips_family():
+    offload = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
+    v5p = targets.parse("v5p:4x4x4")
+    flags, notes = compiler_flags(v5p, CompileOptions(), {})
+    assert flags[offload] is True and not notes
+    # A process starts with it, but no compilation takes it: ours is left out in silence, the user's is named.
+    assert "xla_sc_disjoint_spmem" not in flags
+    flags, notes = compiler_flags(v5p, CompileOptions(), {"LIBTPU_INIT_ARGS": "--xla_sc_disjoint_spmem=true"})
+    assert "xla_sc_disjoint_spmem" not in flags and offload not in flags
+    assert len(notes) == 2 and "left to you" in notes[0] and "planned without it" in notes[1]
 
 
 def test_arithmetic_alone_knows_layout_and_parameters():

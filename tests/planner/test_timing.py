@@ -66,7 +66,9 @@ ENTRY %main (p: s32[]) -> s32[] {{
 
 def estimate(module, found=(), target=V5E, **options):
     given = {"tokens": 1e6, "flops_per_token": {"causal": 1e9, "full": 2e9}} | options
-    return timing.estimate(module, found, timing.attention_kernels(module), target, **given)
+    kernels = timing.attention_kernels(module)
+    found = timing.overlap(module, found, kernels, target)
+    return timing.estimate(module, found, kernels, target, **given)
 
 
 def collective(**changes):
@@ -136,13 +138,17 @@ def test_conventions_rates_and_costs():
 
 
 def test_low_middle_and_high():
-    found = [collective(count=3), collective(count=2, asynchronous=True)]  # 1 s each
+    covered = collective(asynchronous=True, bytes=200, ends=2, computation="outer", count=4)  # 0.1 of 0.2 us
+    uncovered = collective(asynchronous=True, count=2)
+    found = [collective(count=3), uncovered, covered]  # 1 s each, but for the covered
     time = estimate(hlo.parse(PROGRAM), found)
-    assert time.step_s - time.low_s == pytest.approx(3)
-    assert time.high_s - time.step_s == pytest.approx(2)
+    assert time.step_s - time.low_s == pytest.approx(3 + 2)
+    assert time.high_s - time.step_s == pytest.approx(4e-7) == time.hidden_s
     assert time.band_s == (pytest.approx(0.95 * time.low_s), pytest.approx(1.05 * time.high_s))
     assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
-    assert time.waterfall["exposed communication"] == pytest.approx(3)
+    assert time.waterfall["exposed communication"] == pytest.approx(5) and time.uncovered_s == pytest.approx(
+        2
+    )
 
 
 def test_one_window_hides_only_as_much_as_its_compute():
@@ -161,6 +167,7 @@ ENTRY %main (p: f32[]) -> f32[] {{
     assert estimate(module, [first]).hidden_s == pytest.approx(0.8)
     both = estimate(module, [first, dataclasses.replace(first, name="other")])
     assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(0.6)
+    assert both.step_s - both.low_s == pytest.approx(0.6)
     other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9))
     assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
 
