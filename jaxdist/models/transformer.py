@@ -154,6 +154,7 @@ class Transformer(nnx.Module):
 
     Config = TransformerConfig
     casts_itself = True  # ops cast kernels to the compute dtype; parameters stay float32
+    sums_over_samples = True  # so gradients need to cross `data` only once a step
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         c = self.config = config

@@ -84,6 +84,7 @@ class VisionTransformer(nnx.Module):
 
     Config = VisionConfig
     casts_itself = True  # ops cast kernels to the compute dtype; parameters stay float32
+    sums_over_samples = True  # so gradients need to cross `data` only once a step
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         c = self.config = config

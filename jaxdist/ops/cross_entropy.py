@@ -186,9 +186,9 @@ def _target_logits(logits, targets, options: LossOptions):
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
     hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    if not execution.current().stage:
+    if not execution.current().manual:
         return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
-    # Not by index: XLA's partitioner cannot split a gather inside a stage.
+    # Not by index: XLA's partitioner cannot split a gather in a region that is manual over some axes.
     return _over_parts(execution.sum_over, jnp.where(hit, logits, 0).sum(-1), options), hit
 
 

@@ -56,12 +56,12 @@ _embed.defvjp(_forward, _backward)
 
 
 def _unsplit(table, by_width: bool):
-    """Returns a stage's part of a table with its vocabulary whole on every tensor shard.
+    """Returns a device's part of a table with its vocabulary whole on every tensor shard.
 
-    XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits inside a stage.
-    Outside a pipeline the table is returned as it is.
+    XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits in a region that is manual
+    over other axes. Outside of one the table is returned as it is.
     """
-    if not execution.current().stage:
+    if not execution.current().manual:
         return table
     return execution.shard(table, None, "width" if by_width else None)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.parallel.sharding import Rules
+from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
@@ -31,7 +31,7 @@ class Execution:
     rules: Rules = ONE_DEVICE
     compute: str | None = None  # dtype of matrix products and activations; None: that of the parameters
     reduce: str = "float32"  # dtype in which kernels' gradients leave their product and cross devices
-    stage: bool = False  # inside shard_map over pipeline: arrays are the stage's part
+    manual: tuple[str, ...] = ()  # mesh axes of the region: arrays are a device's part along them
 
     @property
     def platform(self) -> str:
@@ -50,7 +50,7 @@ class Execution:
         return self.rules.sequence_parallel or self.axis_size("context") > 1
 
     def axis_size(self, axis: str) -> int:
-        """Returns the size of a mesh axis; 1 for `pipeline` inside a stage."""
+        """Returns the size of a mesh axis; 1 for those that the region is manual over."""
         return self.rules.shape.sizes[axis]
 
     def compute_dtype(self, default: jnp.dtype) -> jnp.dtype:
@@ -59,7 +59,7 @@ class Execution:
 
     def vocabulary_axis(self, names: Names) -> str | None:
         """Returns the manual mesh axis that a table's vocabulary is split over, if any."""
-        split = self.stage and self.rules.vocab_over_stages and "vocab" in names
+        split = "pipeline" in self.manual and self.rules.vocab_over_stages and "vocab" in names
         return "pipeline" if split else None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
@@ -70,8 +70,8 @@ class Execution:
         """Returns x constrained to a spec; unchanged on one device."""
         if self.mesh is None:
             return x
-        # Inside a stage the mesh in force is the one that shard_map made: a bare spec means it.
-        return jax.lax.with_sharding_constraint(x, spec if self.stage else NamedSharding(self.mesh, spec))
+        # In a region the mesh in force is the one that shard_map made: a bare spec means it.
+        return jax.lax.with_sharding_constraint(x, spec if self.manual else NamedSharding(self.mesh, spec))
 
     def lay_out(self, x: jax.Array, use: Callable[[Rules, Names, Sequence[int]], P], names: Names):
         """Returns x constrained as a use of it is, for example `Rules.gradient`; unchanged on one device."""
@@ -79,9 +79,9 @@ class Execution:
 
     def manual_region(self) -> dict[str, Any]:
         """Returns the arguments of `shard_map` for a region that is manual over all that is not yet."""
-        if self.mesh is None or not self.stage:
+        if self.mesh is None or not self.manual:
             return {"mesh": self.mesh}
-        return {"axis_names": set(self.mesh.axis_names) - {"pipeline"}}
+        return {"axis_names": set(self.mesh.axis_names) - set(self.manual)}
 
 
 _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
@@ -107,11 +107,42 @@ def activate(
     return _entered(Execution(mesh, rules, compute, reduce))
 
 
-def inside_stage() -> contextlib.AbstractContextManager[None]:
-    """Makes what is traced inside see a pipeline stage's part of all arrays."""
+def region(
+    function: Callable[..., Any], axes: Sequence[str], *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Returns a function in whose program mesh axes are manual: every device computes with its own part.
+
+    The other axes stay with the partitioner, and the code is the same: rules and constraints inside see
+    the manual axes as of size 1. There is one region around all that needs one: jax 0.12 aborts on a
+    region inside another whose axes come later in the mesh ("Manual axes must be sorted").
+
+    Args:
+      axes: of the mesh.
+      in_specs, out_specs: of arguments and results, over these axes alone.
+    """
     now = current()
-    assert now.mesh is not None, "a pipeline runs inside a step"
-    return _entered(dataclasses.replace(now, rules=now.rules.inside_stage(), stage=True))
+    assert now.mesh is not None and not now.manual, "a region is made in a step, and not in another"
+
+    def local(*arguments):
+        with _entered(dataclasses.replace(now, rules=now.rules.inside(axes), manual=tuple(axes))):
+            return function(*arguments)
+
+    return jax.shard_map(
+        local,
+        mesh=now.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        # Checked, autodiff would sum gradients over the axes wherever a parameter is used.
+        check_vma=False,
+    )
+
+
+def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
+    """Returns how manual axes split a stored parameter."""
+    stored = current().rules.stored(names, x.shape)
+    parts = (tuple(axis for axis in axes_in(entry) if axis in axes) for entry in stored)
+    return P(*(part if len(part) > 1 else next(iter(part), None) for part in parts))
 
 
 @contextlib.contextmanager
@@ -123,14 +154,14 @@ def _entered(execution: Execution) -> Iterator[None]:
         _current.reset(token)
 
 
-def sum_over(x: jax.Array, axis: str) -> jax.Array:
-    """Returns x summed over a manual axis, in its own dtype (on CPU summed in float32).
+def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """Returns x summed over manual axes, in its own dtype (on CPU summed in float32).
 
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over some axes
     only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
     wide = current().platform == "cpu"
-    return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype) if wide else jax.lax.psum(x, axis)
+    return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if wide else jax.lax.psum(x, axes)
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:

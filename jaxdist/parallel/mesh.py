@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import jax
 import numpy as np
@@ -49,6 +50,9 @@ class MeshConfig:
     dcn: DcnConfig = field(default_factory=DcnConfig)
     zero: int = 3  # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
     sequence_parallel: bool = False  # residual stream's sequence over tensor as well
+    # how often a step sums gradients over data (at zero 0 and 1 also fsdp): with each part of the batch, or
+    # once; auto: once if the model's loss is a sum over samples
+    reduce: Literal["auto", "each", "once"] = "auto"
 
 
 @dataclass(frozen=True)

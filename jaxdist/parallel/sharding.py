@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES
+from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES, STEP_AXES
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
 
@@ -32,10 +32,21 @@ class Rules:
     sequence_parallel: bool = False
     vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
 
-    def inside_stage(self) -> Rules:
-        """Returns the rules inside a pipeline stage, where every array is the stage's part."""
-        sizes = dict(self.shape.sizes) | {"pipeline": 1}
-        return dataclasses.replace(self, shape=MeshShape(sizes, self.shape.dcn))
+    def inside(self, axes: Sequence[str]) -> Rules:
+        """Returns the rules in a region manual over mesh axes, where every array is a device's part."""
+        ones = dict.fromkeys(axes, 1)
+        return dataclasses.replace(
+            self, shape=MeshShape({**self.shape.sizes, **ones}, {**self.shape.dcn, **ones})
+        )
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Returns the axes in use that split samples, and neither parameters nor gradients.
+
+        They are `data`, and `fsdp` at ZeRO 0 and 1: what is summed over them can be summed once a step.
+        """
+        whole = (*STEP_AXES, *("fsdp",) * (self.zero < 2))
+        return tuple(axis for axis in BATCH_AXES if axis in whole and self.shape.sizes[axis] > 1)
 
     def stored(self, names: Names, dims: Sequence[int]) -> P:
         """Returns the spec of a parameter at rest."""
@@ -93,13 +104,14 @@ class Rules:
 
     def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
         """Returns the dim that fsdp shards: d_model, or else the largest that divides."""
-        matrix_dims = _own_dims(names, dims)
-        if len(matrix_dims) < 2:  # a vector: gathering it costs more than keeping it
+        if is_vector(names, dims):  # gathering it costs more than keeping it
             return None
         if FSDP_NAME in names:
             dim = names.index(FSDP_NAME)
             return dim if dims[dim] % self.shape.sizes["fsdp"] == 0 else None
-        free = [i for i in matrix_dims if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0]
+        free = [
+            i for i in _own_dims(names, dims) if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0
+        ]
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
@@ -111,7 +123,7 @@ class Rules:
             size = self._size(axes)
             if dim % size and not (name == "kv_heads" and size % dim == 0):
                 faults.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
-        fsdp, vector = self.shape.sizes["fsdp"], len(_own_dims(names, dims)) < 2
+        fsdp, vector = self.shape.sizes["fsdp"], is_vector(names, dims)
         if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
             faults.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
         return faults
@@ -121,13 +133,13 @@ class Rules:
         sizes, named = self.shape.sizes, any(names)
         names = _padded(names, dims)
         reasons = []
-        if sizes["fsdp"] * sizes["tensor"] > 1 and len(_own_dims(names, dims)) > 1 and not named:
+        if sizes["fsdp"] * sizes["tensor"] > 1 and not is_vector(names, dims) and not named:
             reasons.append("no names: fsdp takes the largest dim that divides, tensor none")
         for name, dim in zip(names, dims, strict=True):
             if name == "kv_heads" and sizes["tensor"] > 1 and dim % sizes["tensor"]:
                 reasons.append(f"{dim} kv heads < tensor {sizes['tensor']}: copied")
         if sizes["fsdp"] > 1:
-            if len(_own_dims(names, dims)) < 2:
+            if is_vector(names, dims):
                 reasons.append("a vector: gathering costs more than keeping")
             elif self.zero < 3:
                 reasons.append(f"zero {self.zero} keeps parameters whole")
@@ -145,6 +157,11 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
     if len(names) > len(dims):
         raise ValueError(f"{len(names)} logical names {names} for {len(dims)} dims {tuple(dims)}")
     return ("",) * (len(dims) - len(names)) + tuple(names)
+
+
+def is_vector(names: Names, dims: Sequence[int]) -> bool:
+    """Returns whether a parameter is a norm's scale, a bias or the like, each layer's by itself."""
+    return len(_own_dims(_padded(names, dims), dims)) < 2
 
 
 def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:

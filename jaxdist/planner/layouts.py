@@ -25,6 +25,7 @@ from jaxdist.planner import formulas, memory
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.step import reduction
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
@@ -148,7 +149,7 @@ def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
     for sizes in product(divisors(total), repeat=len(varied)):
         if total % math.prod(sizes):
             continue
-        split = dict(zip(varied, sizes, strict=True)) | {"fsdp": total // math.prod(sizes)}
+        split: dict[str, Any] = dict(zip(varied, sizes, strict=True)) | {"fsdp": total // math.prod(sizes)}
         for axis in CROSSING_AXES if slices > 1 else (REST_AXIS,):
             if split[axis] % slices == 0:
                 dcn: dict[str, Any] = {} if axis == REST_AXIS else {axis: slices, REST_AXIS: 1}
@@ -203,7 +204,7 @@ class _Model:
     """
 
     def __init__(self, run: RunConfig, target: Target, spec: ModelSpec, legal: RunConfig, shape: MeshShape):
-        self.target, chip = target, target.chip
+        self.target, self.spec, chip = target, spec, target.chip
         components = memory.components(legal, spec, _rules(legal, shape, spec), target)
         shards = math.prod(shape.sizes[axis] for axis in STATE_AXES)
         # Bytes of a parameter.
@@ -240,6 +241,8 @@ class _Model:
         local = self.parameters / shape.sizes["tensor"] / stages
         state = local / (shape.sizes["fsdp"] if zero else 1)
         partial = state if zero >= 2 else local  # gradients, as they are added up
+        once = reduction.choose(self.spec, build_rules(run.mesh, shape), run.mesh.reduce, parts=2).once
+        sent = {axis: 4 * (1 if axis in once else passes) for axis in (*STEP_AXES, "fsdp")}
         gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
         x = self.tokens * self.width * self.computed / shape.batch_shards
         sums_of_layer = 4 + (self._again(policy) > self._part("attention_projection"))
@@ -252,8 +255,8 @@ class _Model:
             bubble=compute * (1 / (1 - bubble_fraction(stages, flow, chunks)) - 1),
             update=(2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm,
             gathers=self._time("all-gather", gathered, shape, "fsdp"),
-            gradients=self._time(reduced, 4 * passes * local, shape, "fsdp")
-            + sum(self._time("all-reduce", 4 * passes * partial, shape, axis) for axis in STEP_AXES),
+            gradients=self._time(reduced, sent["fsdp"] * local, shape, "fsdp")
+            + sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES),
             tensor=self._time("all-reduce", sums * x, shape, "tensor"),
             stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
             + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),

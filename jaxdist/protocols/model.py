@@ -7,6 +7,11 @@ A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are 
 all have the same parameters, and a block reads its own kind, a Python string, in `info.kind`.
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 
+A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats` made of one
+sample alone, says so by `sums_over_samples = True` in its class: devices may then add up whole steps on
+their own, and sum once (`mesh.reduce`). A loss that compares samples (contrastive), that is a mean, or
+weighted by a sum over the batch is none. A subclass that changes the loss does not inherit the word.
+
 Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see `as_metrics`.
 
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
@@ -258,6 +263,22 @@ def as_loss(value: Any, batch: Batch) -> Loss:
             f"of the objective, and one of sums for update(self, stats)"
         )
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+
+
+_OF_THE_LOSS = ("loss", "embed", "prepare", "head")  # methods that make it, beside those of the blocks
+
+
+def sums_over_samples(model_class: type) -> bool:
+    """Returns whether a class says that its loss is a sum over samples.
+
+    The word of a class counts for its own methods: a subclass that makes the loss otherwise repeats it.
+    """
+    for owner in model_class.__mro__:
+        if "sums_over_samples" in vars(owner):
+            return bool(vars(owner)["sums_over_samples"])
+        if any(name in vars(owner) for name in (*_OF_THE_LOSS, "__init__")):
+            return False
+    return False
 
 
 def has_metrics(model_class: type) -> bool:

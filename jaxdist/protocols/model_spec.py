@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxdist.config import ConfigError, trees
 from jaxdist.protocols import param_names
-from jaxdist.protocols.model import is_staged, pattern_of
+from jaxdist.protocols.model import is_staged, pattern_of, sums_over_samples
 from jaxdist.protocols.param_names import Names
 
 Tree = Any  # nested dicts of arrays
@@ -36,6 +36,7 @@ class ModelSpec:
     patterns: tuple[str, ...] = ()  # of the paths of frozen parameters
     staged: bool = False  # the model has embed, a stack of blocks, and head
     casts_itself: bool = False  # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
+    sums_over_samples: bool = False  # its loss is a sum over samples, as the model's class says
     stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
 
     def assemble(
@@ -193,6 +194,7 @@ def describe(
         patterns=tuple(frozen),
         staged=staged,
         casts_itself=getattr(model, "casts_itself", False),
+        sums_over_samples=sums_over_samples(type(model)),
         **parts._asdict(),
     )
 

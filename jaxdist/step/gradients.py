@@ -1,10 +1,12 @@
 """The loss of any model as sums, and its gradients over the parts of a global batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.pipeline.executor import pipeline_sums
@@ -14,6 +16,7 @@ from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.step import reduction
 from jaxdist.step.state import State
 
 # (trainable, model_state, frozen, batch, key) -> (objective or gradient sums, (Loss, model_state)), the
@@ -38,6 +41,8 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     """
 
     def objective(trainable, model_state, frozen, batch, key):
+        if execution.current().manual and not spec.casts_itself:
+            trainable, frozen = _with_whole_edges(trainable), _with_whole_edges(frozen)
         own_key = key  # of the model's own random streams: the parts of a step draw different ones
         if key is not None and spec.streams and "sample" in batch:
             own_key = jax.random.fold_in(key, batch["sample"][0])
@@ -52,6 +57,11 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
     return objective
 
 
+def names_of(spec: ModelSpec) -> StageParams:
+    """Returns the logical names of a model's arrays."""
+    return StageParams(spec.names, spec.frozen_names, spec.state_names)
+
+
 def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True) -> Objective:
     """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, (Loss, state))`.
 
@@ -62,7 +72,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
       backward: False computes the loss alone.
     """
     program = cut.program()
-    names = StageParams(spec.names, spec.frozen_names, spec.state_names)
+    names = names_of(spec)
 
     def pipelined(trainable, model_state, frozen, batch, key):
         def assemble(part: StageParams):
@@ -80,13 +90,12 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
 
 
 def _with_whole_edges(tree: Tree) -> Tree:
-    """Returns the parameters in a stage with those that are not in its blocks gathered.
+    """Returns the parameters in a region with those that are not in the blocks gathered.
 
-    XLA's partitioner aborts on an index into a table that devices of a stage share out ("Check failed:
+    XLA's partitioner aborts on an index into a table that devices of a region share out ("Check failed:
     partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
     """
-    now = execution.current()
-    whole = jax.sharding.PartitionSpec()
+    now, whole = execution.current(), P()
     return {
         name: part if name == "blocks" else jax.tree.map(lambda x: now.constrain(x, whole), part)
         for name, part in tree.items()
@@ -101,7 +110,14 @@ def assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key
 
 
 def sum_gradients(
-    gradient_of: Objective, state: State, batch: Batch, key: jax.Array, *, accumulation: int, names: Tree
+    gradient_of: Objective,
+    state: State,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    accumulation: int,
+    names: StageParams,
+    once: tuple[str, ...] = (),
 ) -> Sums:
     """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
 
@@ -110,11 +126,34 @@ def sum_gradients(
 
     Args:
       gradient_of: `build_pipelined`, or the gradient of `build_objective`.
-      names: logical names of the trained parameters.
+      names: logical names of the model's arrays.
+      once: mesh axes over which the parts are added up unreduced, and summed once at the end. A model then
+        sees a replica's samples alone (`reduction.choose`), and the batch divides by these axes.
     """
 
+    def all_parts(params: StageParams, batch: Batch, key: jax.Array) -> Sums:
+        return _sum_parts(gradient_of, params, batch, key, accumulation, names.trained)
+
+    params = StageParams(state.trainable, state.frozen, state.model_state)
+    if not once:
+        return all_parts(params, batch, key)
+    pipelined = execution.current().axis_size("pipeline") > 1
+    axes = ("pipeline", *once) if pipelined else once
+    specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
+    gradients, loss = execution.region(
+        lambda *arrays: _summed(all_parts(*arrays), names.trained, once),
+        axes,
+        in_specs=(specs, P(once), P()),
+        out_specs=(specs.trained, P()),
+    )(params, batch, key)
+    return Sums(_laid_out(gradients, names.trained), loss, state.model_state)
+
+
+def _sum_parts(gradient_of: Objective, params: StageParams, batch, key, accumulation: int, names) -> Sums:
+    trainable, frozen, model_state = params
+
     def part_sums(part: Batch) -> Sums:
-        gradients, (loss, after) = gradient_of(state.trainable, state.model_state, state.frozen, part, key)
+        gradients, (loss, after) = gradient_of(trainable, model_state, frozen, part, key)
         return Sums(_laid_out(gradients, names), loss, after if accumulation == 1 else {})
 
     if accumulation == 1:
@@ -127,7 +166,18 @@ def sum_gradients(
     def add(total: Sums, part: Batch):
         return jax.tree.map(jnp.add, total, part_sums(part)), None
 
-    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=state.model_state)
+    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=model_state)
+
+
+def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]:
+    """Returns a replica's sums of gradients and losses, added up over manual axes."""
+    reduce = execution.current().reduce
+
+    def total(gradient: jax.Array, own) -> jax.Array:
+        sent = gradient.astype(reduction.sent_dtype(own, gradient.shape, reduce))
+        return execution.sum_over(sent, axes).astype(jnp.float32)
+
+    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)
 
 
 def _laid_out(gradients: Tree, names: Tree) -> Tree:

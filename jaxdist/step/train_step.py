@@ -20,12 +20,21 @@ from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import execution, placement
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
-from jaxdist.step import model_checks
+from jaxdist.step import model_checks, reduction
 from jaxdist.step.evaluation import LossSums
-from jaxdist.step.gradients import Objective, assembled, build_objective, build_pipelined, sum_gradients
+from jaxdist.step.gradients import (
+    Objective,
+    assembled,
+    build_objective,
+    build_pipelined,
+    names_of,
+    sum_gradients,
+)
+from jaxdist.step.reduction import Reduce
 from jaxdist.step.state import Metrics, OptState, State
 from jaxdist.step.update import UpdateRule, apply_stats, build_update_rule
 
@@ -41,10 +50,16 @@ class StepConfig:
     compute: str = "float32"
     params: str = "float32"
     reduce: str = "float32"
+    reduce_over_replicas: Reduce = "auto"  # mesh.reduce
     remat: str = "dots"
     ema_decay: float = 0.0
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
     max_traces: int | None = None  # times that `step` may be traced, where one shape is expected; None: any
+
+    @property
+    def parts(self) -> int:
+        """Returns the sequential parts that a step's batch is cut into."""
+        return self.accumulation * (self.staging.microbatches if self.staging else 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ def build_train_step(
     abstract = jax.eval_shape(fresh)
     shardings = _state_shardings(staged, abstract, mesh, rules)
     gradient_of, loss_of = _build_gradients(staged, config)
-    inspect = _build_inspect(spec, gradient_of, rule, mesh, rules, config)
+    inspect = _build_inspect(spec, gradient_of, rule, mesh, rules, config, names_of(staged))
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return inspect(state, batch)[:2]
@@ -142,18 +157,28 @@ def build_train_step(
 
 
 def _build_inspect(
-    spec: ModelSpec, gradient_of: Objective, rule: UpdateRule, mesh: Mesh, rules: Rules, config: StepConfig
+    spec: ModelSpec,
+    gradient_of: Objective,
+    rule: UpdateRule,
+    mesh: Mesh,
+    rules: Rules,
+    config: StepConfig,
+    names: StageParams,
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """Returns the step that hands out its gradients, too; `spec` is that without stages."""
+    """Returns the step that hands out its gradients, too; `spec` is that without stages, `names` are with."""
     cut, accumulation = config.staging, config.accumulation
     stages = cut.stages if cut else 1
+    axes = reduction.choose(spec, rules, config.reduce_over_replicas, parts=config.parts).once
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         if faults := model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages):
             raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
-            sums = sum_gradients(gradient_of, state, batch, key, accumulation=accumulation, names=rule.names)
+            once = axes if reduction.divides(batch, rules, axes, config.parts) else ()
+            sums = sum_gradients(
+                gradient_of, state, batch, key, accumulation=accumulation, names=names, once=once
+            )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
             return *rule.apply(state, sums, batch), gradients

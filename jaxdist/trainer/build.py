@@ -19,6 +19,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
+from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -63,6 +64,7 @@ def build_step(
         compute=run.precision.compute,
         params=run.precision.params,
         reduce=run.precision.reduce,
+        reduce_over_replicas=run.mesh.reduce,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
         staging=staging(run, spec, rules.shape),
@@ -146,6 +148,25 @@ def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
     """Returns the microbatches of an accumulation step: 4 x stages by default, 1 without a pipeline."""
     stages = shape.sizes["pipeline"]
     return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
+
+
+def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False) -> list[str]:
+    """Returns the line that says how often a step sums its parts' gradients; none if it has one part.
+
+    Args:
+      forced: only says it where the model does not allow what would be cheaper.
+    """
+    parts = run.batch.accumulation * num_microbatches(run, rules.shape)
+    chosen = reduction.choose(spec, rules, run.mesh.reduce, parts=parts)
+    if not chosen.over or (forced and not chosen.why_each):
+        return []
+    cut = staging(run, spec, rules.shape)
+    size = reduction.summed_bytes(cut.staged_spec(spec) if cut else spec, rules, run.precision.reduce) / 1e6
+    each, once = f"with each of {parts} parts, {parts * size:.1f} MB", f"once a step, {size:.1f} MB"
+    how = f"{once} a device (mesh.reduce=each: {each})"
+    if chosen.why_each:
+        how = f"{each} a device (once a step: {size:.1f} MB): {chosen.why_each}"
+    return [f"gradients: summed over {chosen.over} {how}"]
 
 
 def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:

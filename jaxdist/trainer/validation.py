@@ -15,6 +15,7 @@ from jaxdist.parallel.mesh import MeshShape, resolve_mesh, slices_of
 from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -79,6 +80,8 @@ def validate_on(
         raise ConfigError([*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"])
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
     rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
+    if run.mesh.reduce == "once" and (why := reduction.obstacle(spec)):
+        faults.append(f"mesh.reduce=once: {why}; set mesh.reduce=auto or each")
     misfits = list(_pipeline_faults(run, shape, spec))
     try:
         place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)

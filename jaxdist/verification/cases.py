@@ -99,12 +99,15 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     layouts: dict[str, Overrides] = {f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples}
     for stage in range(3):
         layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
-    layouts |= _case(f", accumulation {ACCUMULATION}", {"batch.accumulation": ACCUMULATION}, fsdp=n)
+    layouts |= _in_parts(fsdp=n)
     if n % 2 == 0 and n > 2:
         layouts |= _case(tensor=2, fsdp=n // 2)
         layouts |= _case(", sequence parallel", {"mesh.sequence_parallel": True}, tensor=2, fsdp=n // 2)
         slices = {"mesh.data": 2, "mesh.dcn.data": 2, "mesh.fsdp": n // 2}
         layouts[f"2 slices x fsdp {n // 2}"] = slices
+        layouts |= _in_parts(data=n)
+        for stage in (3, 2, 1, 0):
+            layouts |= _in_parts({"mesh.zero": stage}, data=2, fsdp=n // 2)
     if n % 4 == 0 and n > 4:
         layouts |= _case(data=2, fsdp=2, tensor=n // 4)
     staged = "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head"))
@@ -115,6 +118,9 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
         chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": layers}
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
+        for stage in (3, 2, 1, 0) if n > 4 else ():
+            changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
+            layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
     if hasattr(run.model_config, "tiny"):
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
@@ -126,6 +132,13 @@ def _case(note: str = "", more: Overrides | None = None, **sizes: int) -> dict[s
     """Returns a layout of these mesh axes under its name."""
     name = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return {name + note: {f"mesh.{axis}": size for axis, size in sizes.items()} | (more or {})}
+
+
+def _in_parts(more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
+    """Returns a layout whose step has several parts, and what is added up over them."""
+    more = {"batch.accumulation": ACCUMULATION} | (more or {})
+    zero = more.get("mesh.zero", 3)
+    return _case(f", accumulation {ACCUMULATION}" + f", zero {zero}" * (zero < 3), more, **sizes)
 
 
 def _own_layout(run: RunConfig, num_devices: int, others: Mapping[str, Overrides]) -> dict[str, Overrides]:

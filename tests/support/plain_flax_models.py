@@ -101,3 +101,40 @@ class Staged(nnx.Module):
     def update(self, stats):
         self.seen[...] += stats["seen"]
         self.blocks.gain[...] *= 1 + stats["seen"] * 1e-3 * jnp.arange(1, 1 + len(self.blocks.gain[...]))
+
+
+class Contrastive(nnx.Module):
+    """Every sample's target is told from those of the whole batch: no sum over samples."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCABULARY, WIDTH)))
+
+    def loss(self, batch, key):
+        left, right = (self.table[...][batch[name]].mean(1) for name in ("tokens", "targets"))
+        return -jnp.diagonal(jax.nn.log_softmax(left @ right.T)).mean()
+
+
+class WeightedMean(nnx.Module):
+    """A mean weighted by sample: what it is divided by comes from the whole batch."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCABULARY, VOCABULARY)))
+
+    def loss(self, batch, key):
+        each = -picked(self.table[...][batch["tokens"]], batch["targets"]).mean(1)
+        weights = 1.0 + batch["sample"]
+        return (each * weights).sum() / weights.sum()
+
+
+class OwnDropout(nnx.Module):
+    """Sums over samples, but what is dropped comes from a random stream of its own."""
+
+    sums_over_samples = True
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCABULARY, VOCABULARY)))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(self, batch, key):
+        each = -picked(self.drop(self.table[...][batch["tokens"]]), batch["targets"])
+        return (each * batch["weights"]).sum(), batch["weights"].sum()

@@ -34,6 +34,15 @@ class Bigram(nnx.Module):
         return total / count if self.mean else (total, count)
 
 
+class Summed(Bigram):
+    """The same with sums alone; its table is looked up by index, whatever it is split over."""
+
+    sums_over_samples = True
+
+    def __init__(self, width: int = 32, *, rngs: nnx.Rngs):
+        super().__init__(width, False, rngs=rngs)
+
+
 def quickstart(**changes) -> run_config.RunConfig:
     run = run_config.from_config(files.load("quickstart", folders=files.packaged_folders()))
     return cases.with_values(run, changes)
@@ -78,10 +87,19 @@ def test_the_matrix_of_layouts():
         "tensor 2 x fsdp 4",
         "tensor 2 x fsdp 4, sequence parallel",
         "2 slices x fsdp 4",
+        "data 8, accumulation 4",
+        "data 2 x fsdp 4, accumulation 4",
+        "data 2 x fsdp 4, accumulation 4, zero 2",
+        "data 2 x fsdp 4, accumulation 4, zero 1",
+        "data 2 x fsdp 4, accumulation 4, zero 0",
         "data 2 x fsdp 2 x tensor 2",
         "pipeline 2 x data 4",
         "pipeline 4 x data 2, 2 chunks",
         "pipeline 2 x fsdp 2 x tensor 2",
+        "pipeline 2 x data 2 x fsdp 2, accumulation 4",
+        "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 2",
+        "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 1",
+        "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 0",
         "tensor 8, 4 kv heads",
     ]
     own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
@@ -205,8 +223,14 @@ def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
     assert code == 1 and "1 of 5 rows are NOT equal" in out
     assert "NOT EQUAL" in verdicts["fsdp 8, accumulation 4"]  # a mean of means
     assert verdicts["fsdp 8"].endswith("equal") and "NOT" not in verdicts["fsdp 8"]
-    right = [*words[:-1], "accumulation", "--config.model.mean=false"]
+    right = [*words[:-1], "fsdp 8, accumulation", "--config.model.mean=false"]
     assert command(capsys, *right)[0] == 0
+
+
+def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_up_on_their_own(capsys):
+    target = f"--config.model.target={TARGET}Summed"
+    words = ["--config", "quickstart", target, "--precision", "float32", "--only"]
+    assert command(capsys, *words, "data 2 x fsdp 4, accumulation 4", "--config.mesh.reduce=once")[0] == 0
 
 
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
@@ -284,4 +308,4 @@ QWEN2 = {
 @pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
 def test_the_whole_matrix(changes):
     report = runner.verify_layouts(quickstart(**changes), jax.devices())
-    assert report.passed and len(report.layouts) == 28 and not report.skipped
+    assert report.passed and len(report.layouts) == 46 and not report.skipped

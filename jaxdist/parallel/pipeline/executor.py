@@ -1,18 +1,20 @@
 """One executor for every schedule: tables in, loss and gradients out, in one SPMD program.
 
-`shard_map` is manual over `pipeline` alone; the other axes stay with the partitioner, so a stage is
-the same code as the whole model. Every stage runs the same ops in a tick, predicates depend on the
-tick only, and what a stage computes for nobody is masked: no collective can wait for a stage that
-took another branch. A stage keeps the inputs of its live microbatches and computes the rest again.
-Embedding and head belong to all stages: their vocabulary is split over `pipeline` (the ops sum over
-it), so the head is balanced and tied embeddings need no synchronisation. With `edges_last` they
-are whole on each stage, and a tick sums nothing over stages: the first stage's embedding and the
-last one's head count, and their gradients are summed once a step. Gradients are those of the
-unpipelined model; sources: PipeDream-Flush (arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
+It runs in a region that is manual over `pipeline`, and perhaps over axes whose sums the caller makes;
+the others stay with the partitioner, so a stage is the same code as the whole model. Every stage runs
+the same ops in a tick, predicates depend on the tick only, and what a stage computes for nobody is
+masked: no collective can wait for a stage that took another branch. A stage keeps the inputs of its
+live microbatches and computes the rest again. Embedding and head belong to all stages: their vocabulary
+is split over `pipeline` (the ops sum over it), so the head is balanced and tied embeddings need no
+synchronisation. With `edges_last` they are whole on each stage, and a tick sums nothing over stages: the
+first stage's embedding and the last one's head count, and their gradients are summed once a step.
+Gradients are those of the unpipelined model; sources: PipeDream-Flush (arXiv:2006.09503), Megatron-LM
+(arXiv:2104.04473).
 
 Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel import execution, sharding
+from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules.program import TickRun
 from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, Tree, where_real
 from jaxdist.parallel.pipeline.stage_params import StageParams, edges, own_names
@@ -51,46 +53,34 @@ def pipeline_sums(
 ) -> tuple[Tree, Loss]:
     """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
 
-    Must be traced inside `execution.activate`.
+    Must be traced inside `execution.activate`; in a region over `pipeline` (`execution.region`) all arrays
+    are the stage's part, else it makes one.
 
     Args:
       params: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
       names: logical names, like params.
       backward: False leaves the backward pass out; the gradients are then None.
     """
-    specs = jax.tree.map(_manual_spec, params, names)
-    whole = jax.tree.map(lambda _: P(), (batch, key))
-    rows = jax.tree.map(jnp.asarray, pipeline.program.rows)
-    run = jax.shard_map(
-        partial(_run, pipeline, names, backward),
-        mesh=execution.current().mesh,
-        in_specs=(specs, *whole, jax.tree.map(lambda _: P(None, AXIS), rows)),
-        out_specs=(specs.trained if backward else P(), P()),
-        axis_names={AXIS},
-        check_vma=False,
-    )
-    return run(params, batch, key, rows)
+    run: Callable[..., tuple[Tree, Loss]] = partial(_run, pipeline, names, backward)
+    if AXIS not in execution.current().manual:
+        specs = jax.tree.map(partial(execution.region_spec, axes=(AXIS,)), params, names)
+        given, summed = (specs, P(), P()), (specs.trained if backward else P(), P())
+        run = execution.region(run, (AXIS,), in_specs=given, out_specs=summed)
+    return run(params, batch, key)
 
 
-def _manual_spec(leaf, names) -> P:
-    """Returns how pipeline splits a parameter: blocks by stage, tables by vocabulary."""
-    stored = execution.current().rules.stored(names, leaf.shape)
-    return P(*(AXIS if AXIS in sharding.axes_in(entry) else None for entry in stored))
-
-
-def _run(pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key, rows):
+def _run(pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key):
     """Runs all ticks on one stage; arrays are this stage's part."""
-    with execution.inside_stage():
-        stage = _Ticks(pipeline, params, names, batch, key, backward)
-        carry = stage.start()
-        rows = jax.tree.map(lambda x: x[:, 0], rows)
-        ticks = jax.tree.map(jnp.asarray, pipeline.program.ticks)
-        for run in pipeline.program.runs:
-            if not backward and not run.some & {"embed", "forward", "head"}:
-                continue
-            part = jax.tree.map(lambda x: x[run.start : run.start + run.length], (rows, ticks))  # noqa: B023
-            carry = jax.lax.scan(partial(stage.tick, run), carry, part)[0]
-        return stage.finish(carry)
+    stage = _Ticks(pipeline, params, names, batch, key, backward)
+    carry = stage.start()
+    rows, ticks = jax.tree.map(jnp.asarray, (pipeline.program.rows, pipeline.program.ticks))
+    rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, stage.index, 1, False), rows)
+    for run in pipeline.program.runs:
+        if not backward and not run.some & {"embed", "forward", "head"}:
+            continue
+        part = jax.tree.map(lambda x: x[run.start : run.start + run.length], (rows, ticks))  # noqa: B023
+        carry = jax.lax.scan(partial(stage.tick, run), carry, part)[0]
+    return stage.finish(carry)
 
 
 class _Ticks(Stage):

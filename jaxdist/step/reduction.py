@@ -1,0 +1,78 @@
+"""How often gradients cross the axes that copy parameters: once a step, or with each part of it.
+
+With accumulation or a pipeline a step has parts. Summed with each, gradients cross `data` as often as there
+are parts; summed once, every device adds up its own parts first, in a region that is manual over those axes
+(`gradients.sum_gradients`). There a model sees its replica's samples of a part alone, so its loss must be a
+sum over samples, and its random numbers must come from the samples' own.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxdist.config import trees
+from jaxdist.parallel.sharding import Rules, is_vector
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.protocols.param_names import Names
+
+Reduce = Literal["auto", "each", "once"]
+
+
+class Reduction(NamedTuple):
+    """Which axes gradients are summed over once a step, and why."""
+
+    once: tuple[str, ...]  # mesh axes; () = over all of them with each part
+    over: str  # "data 2 x fsdp 4"; "" where nothing is summed in parts
+    why_each: str = ""
+
+
+def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
+    """Returns how gradients are summed in a step of so many parts (accumulation x microbatches)."""
+    axes, sizes = rules.replica_axes, rules.shape.sizes
+    if not axes or (parts == 1 and sizes["pipeline"] == 1):
+        return Reduction((), "")
+    over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+    why = "mesh.reduce=each" if setting == "each" else obstacle(spec)
+    return Reduction((), over, why) if why else Reduction(axes, over)
+
+
+def obstacle(spec: ModelSpec) -> str:
+    """Returns why a model's parts may not be added up by replica; "" if they may."""
+    name = spec.model_class.__name__
+    if spec.streams:
+        where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
+        return f"{name} draws from its own nnx.Rngs ({where}), which each replica would draw alike"
+    if not spec.sums_over_samples:
+        return f"{name} does not say that its loss is a sum over samples (sums_over_samples = True)"
+    return ""
+
+
+def divides(batch: Mapping[str, Any], rules: Rules, once: tuple[str, ...], parts: int) -> bool:
+    """Returns whether every entry of a batch has as many samples for each replica and part."""
+    unit = parts * math.prod(rules.shape.sizes[axis] for axis in once)
+    return all(x.ndim and x.shape[0] % unit == 0 for x in batch.values())
+
+
+def sent_dtype(names: Names, dims: tuple[int, ...], reduce: str) -> jnp.dtype:
+    """Returns the dtype in which a parameter's gradient, once it is added up, crosses devices.
+
+    What kernels' products give crosses in `precision.reduce`; tables, whose gradients are long sums of few
+    rows, and vectors in float32: as they do where each part is summed.
+    """
+    kernel = "vocab" not in names and not is_vector(names, dims)
+    return jnp.dtype(reduce if kernel else "float32")
+
+
+def summed_bytes(spec: ModelSpec, rules: Rules, reduce: str) -> int:
+    """Returns the bytes of gradients that a device takes to one sum over replicas.
+
+    Args:
+      spec: with its blocks by stage, where a pipeline cuts them up.
+    """
+    return sum(
+        math.prod(rules.shard_dims(rules.gradient(names, x.shape), x.shape))
+        * sent_dtype(names, x.shape, reduce).itemsize
+        for x, names in spec.named_trainable().values()
+    )

@@ -1,0 +1,232 @@
+"""How often gradients cross the axes that copy parameters: once a step where the model's loss is a sum."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist.config import ConfigError
+from jaxdist.models.transformer import Transformer
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.sharding import Rules
+from jaxdist.planner import communication
+from jaxdist.planner.communication import Collective
+from jaxdist.protocols.model import sums_over_samples
+from jaxdist.protocols.model_spec import describe
+from jaxdist.step import reduction
+from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.telemetry import hlo
+from jaxdist.trainer import build as build_run
+from jaxdist.trainer import run_config, validation
+from support.models import (
+    FAST_COMPILE,
+    ONE,
+    OPTIMIZER,
+    TINY,
+    Layout,
+    batch_of,
+    program_of,
+    rules_and_mesh,
+    run,
+    spec_of,
+    worst,
+)
+from support.pipelines import MODEL, Case, batch_for, build
+from support.plain_flax_models import Contrastive, OwnDropout, WeightedMean
+
+SMALL = replace(TINY, num_layers=1)
+PARTS = 4
+
+
+# --- which models ---------------------------------------------------------------------------------
+
+
+def rules_of(zero: int = 3, **sizes: int) -> Rules:
+    ones = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
+    return Rules(MeshShape(ones | sizes, ones), zero)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "axes"),
+    [
+        ({"data": 8}, 3, ("data",)),
+        ({"fsdp": 8}, 3, ()),
+        ({"fsdp": 8}, 1, ("fsdp",)),
+        ({"data": 2, "fsdp": 4}, 2, ("data",)),
+        ({"data": 2, "fsdp": 4, "tensor": 2}, 0, ("data", "fsdp")),
+    ],
+)
+def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes):
+    chosen = reduction.choose(spec_of(), rules_of(zero, **sizes), "auto", parts=PARTS)
+    assert chosen.once == axes and bool(chosen.over) == bool(axes)
+
+
+def test_a_step_in_one_part_sums_in_its_backward_pass_and_a_pipeline_never_does():
+    assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == ((), "", "")
+    assert reduction.choose(spec_of(), rules_of(pipeline=2, data=4), "auto", parts=1).once == ("data",)
+
+
+def test_a_run_says_what_it_does_and_what_both_ways_cost():
+    config = run_config.default_config()
+    config.batch.accumulation = PARTS
+
+    def line(reduce: str) -> str:
+        config.mesh.reduce = reduce
+        run = run_config.from_config(config)
+        shape, rules, spec = validation.validate_on(run, 4, with_data=False)
+        megabytes = 4 * spec.parameter_count / 1e6
+        (found,) = build_run.reduction_lines(run, spec, rules)
+        return found.replace(f"{megabytes:.1f}", "ONCE").replace(f"{4 * megabytes:.1f}", "EACH")
+
+    assert line("auto") == line("once")
+    each = "with each of 4 parts, EACH MB"
+    over = "gradients: summed over data 4"
+    assert line("auto") == f"{over} once a step, ONCE MB a device (mesh.reduce=each: {each})"
+    assert line("each") == f"{over} {each} a device (once a step: ONCE MB): mesh.reduce=each"
+
+
+class Renamed(Transformer):
+    """Adds nothing to the loss."""
+
+    def describe(self) -> str:
+        return "renamed"
+
+
+class OtherHead(Transformer):
+    """Its loss may be anything."""
+
+    def head(self, x_BSD, batch):
+        return super().head(x_BSD, batch)
+
+
+class OtherHeadThatSums(OtherHead):
+    """Says it again."""
+
+    sums_over_samples = True
+
+
+def test_a_subclass_that_makes_the_loss_otherwise_does_not_inherit_the_word():
+    models = (Transformer, Renamed, OtherHead, OtherHeadThatSums, Contrastive, nnx.Module)
+    assert [sums_over_samples(model) for model in models] == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Contrastive, "sums_over_samples"), (OwnDropout, "its own nnx.Rngs (drop/rngs/")]
+)
+def test_once_is_refused_for_a_model_that_it_would_change(model, why):
+    config = run_config.default_config(f"{model.__module__}:{model.__name__}")
+    config.mesh.reduce = "once"
+    with pytest.raises(ConfigError) as refusal:
+        validation.validate_on(run_config.from_config(config), 1)
+    (fault,) = refusal.value.faults
+    assert fault.startswith(f"mesh.reduce=once: {model.__name__} ") and why in fault
+    assert fault.endswith("; set mesh.reduce=auto or each")
+
+
+def after_one_step(model: type[nnx.Module], data: int) -> tuple[float, dict, str]:
+    """Returns loss and gradients of a step in parts on so many replicas, and why each part is summed."""
+    rules, mesh = rules_and_mesh(Layout(data, data=data))
+    spec = describe(lambda rngs: model(rngs=rngs))
+    built = build_train_step(spec, OPTIMIZER, lambda _: 0.1, mesh, rules, StepConfig(accumulation=PARTS))
+    batch = batch_of(batch=8 * PARTS)
+    state = built.init.lower().compile(FAST_COMPILE)()
+    placed = jax.device_put(batch, built.batch_shardings(batch))
+    _, metrics, gradients = built.inspect.lower(state, placed).compile(FAST_COMPILE)(state, placed)
+    why = reduction.choose(spec, rules, "auto", parts=PARTS).why_each
+    return float(metrics["loss"]), jax.device_get(gradients), why
+
+
+@pytest.mark.parametrize("model", [Contrastive, WeightedMean, OwnDropout])
+def test_a_loss_that_is_no_sum_of_samples_is_the_same_on_any_number_of_replicas(model):
+    loss, gradients, _ = after_one_step(model, 1)
+    on_eight, theirs, why = after_one_step(model, 8)
+    assert on_eight == pytest.approx(loss, rel=1e-6) and worst(theirs, gradients) < 1e-5
+    assert why.startswith(model.__name__)
+
+
+class Mislabelled(Contrastive):
+    """Says what is not so."""
+
+    sums_over_samples = True
+
+
+def test_the_word_decides_and_a_wrong_one_changes_the_loss():
+    assert abs(after_one_step(Mislabelled, 8)[0] / after_one_step(Contrastive, 8)[0] - 1) > 0.05
+
+
+# --- what crosses devices -------------------------------------------------------------------------
+
+
+def sums_over(collectives: list[Collective], axes: tuple[str, ...]) -> tuple[int, int, int]:
+    """Returns (arrays, their bytes, how many of them in a loop) summed over some of the axes."""
+    crossing = [one for one in collectives if set(one.axis.split("+")) & set(axes)]
+    summed = [one for one in crossing if one.kind in ("all-reduce", "reduce-scatter")]
+    return (
+        sum(one.count for one in summed),
+        sum(one.count * one.bytes for one in summed),
+        sum(one.count for one in summed if one.in_loop),
+    )
+
+
+def in_parts(layout: Layout, parts: int, setting: reduction.Reduce = "auto", **options) -> list[Collective]:
+    step = StepConfig(accumulation=parts, reduce_over_replicas=setting, **options)
+    program = program_of(layout, SMALL, step, 8 * layout.data * layout.fsdp)
+    return communication.collectives(program.module, program.step.rules.shape)
+
+
+def test_accumulation_sums_over_data_once_a_step():
+    layout = Layout(2, data=2)
+    count, size, in_loop = sums_over(in_parts(layout, PARTS), ("data",))
+    gradients = 4 * spec_of(SMALL).parameter_count
+    assert not in_loop and gradients <= size < gradients + 64  # loss and count, norm, tokens
+    each = sums_over(in_parts(layout, PARTS, "each"), ("data",))
+    assert each[2] and each[1] > 0.9 * PARTS * gradients  # the test sees what it is about
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        (Layout(8, data=8), ("data",)),
+        (Layout(8, data=2, fsdp=4), ("data",)),
+        (Layout(8, data=2, fsdp=4, zero=2), ("data",)),
+        (Layout(8, data=2, fsdp=4, zero=1), ("data", "fsdp")),
+        (Layout(8, data=2, fsdp=4, zero=0), ("data", "fsdp")),
+        (Layout(8, fsdp=8, zero=1), ("fsdp",)),
+        (Layout(8, data=4, tensor=2), ("data",)),
+    ],
+    ids=str,
+)
+def test_accumulation_changes_nothing_of_what_crosses_replicas(layout, axes):
+    four, eight = (sums_over(in_parts(layout, parts), axes) for parts in (4, 8))
+    assert four == eight and not four[2]
+    if layout.zero == 3 or layout.fsdp == 1:  # else one part's are summed in shards
+        assert abs(four[1] - sums_over(in_parts(layout, 1), axes)[1]) <= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "fsdp": 2, "zero": 1}, {"data": 2, "fsdp": 2}])
+def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
+    axes = ("data", "fsdp") if sizes.get("zero") == 1 else ("data",)
+    model = replace(MODEL, num_layers=2)
+    counted = set()
+    for microbatches in (1, 4):
+        built = build(case := Case(microbatches=microbatches, model=model, **sizes))
+        batch = built.abstract_batch(batch_for(case))
+        compiled = built.step.lower(built.abstract_state, batch).compile(FAST_COMPILE)
+        moved = communication.collectives(hlo.parse(compiled.as_text()), built.rules.shape)
+        counted.add(sums_over(moved, axes))
+        in_ticks = [one for one in moved if one.in_loop and "data" in one.axis]
+        assert not in_ticks  # no batch is gathered for the embedding
+    ((_, _, in_loop),) = counted
+    assert not in_loop
+
+
+@pytest.mark.slow
+def test_bfloat16_sums_cross_replicas_as_such_and_are_float32_again():
+    reduced = run(Layout(2, data=2), SMALL, StepConfig(accumulation=2, reduce="bfloat16"))
+    exact = run(ONE, SMALL)
+    assert 1e-5 < worst(reduced.gradients, exact.gradients) < 2e-2
+    assert {x.dtype for x in jax.tree.leaves(reduced.gradients)} == {np.dtype(np.float32)}
