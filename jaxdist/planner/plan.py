@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -221,7 +221,15 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         chip=target.chip,
         step_s=time.step_s,
     )
+    time = replace(time, sure=time.sure + _other_compiler(time.sure, target.platform, versions()))
     return replace(plan, collectives=collectives, warnings=notes, time=time)
+
+
+def _other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:
+    """Returns "; this plan is ..." where another compiler made the plan than the figures in `sure`."""
+    names = ("libtpu",) if platform == "tpu" else ("jax-cuda13-plugin", "jax-cuda12-plugin")
+    used = next((f"{name} {versions[name]}" for name in names if name in versions), "")
+    return f"; this plan is compiled by {used}, of which nothing was compared" if used not in sure else ""
 
 
 def _edits(plan: Plan) -> list[Edit]:

@@ -17,6 +17,7 @@ from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
 
+_ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
 # Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are half filled by
@@ -45,15 +46,16 @@ _GPU_BEST, _GPU_WORST = (0.79, 0.92), (0.64, 0.75)
 # three in one kernel 5.
 _KERNEL_COST = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "backward": 2.5}
 
-_OURS = "our program at published workloads, docs/plan.md"
-_PEERS = "the largest peer's programs, compute and attention alone, against their published steps"
-_SURE = {
+_OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/plan.md"
+_PEERS = "the largest peer's programs by libtpu 0.0.50.1, compute and attention alone, beside published steps"
+SURE = {
     "v5e": f"{_OURS}: the middle was off by -1 and +1 % on two v5e points, both in the band",
     "v5p": f"{_OURS}: the middle was off by +4 to +24 % on four v5p points, all in the band",
     "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
     "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
     "tpu7x": "no published step was compared on this chip, and its clock is a guess",
-    "gpu": "a roofline, 27 % faster than the published step compared (torch, slower H100s); no launches",
+    "gpu": "a roofline of what jax-cuda12-plugin 0.10.2 compiles, without launches: 27 % faster than the "
+    "published step compared (torch, slower H100s)",
 }
 
 
@@ -137,7 +139,7 @@ def estimate(
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=_SURE["gpu" if target.platform == "gpu" else target.family] + between,
+        sure=SURE["gpu" if target.platform == "gpu" else target.family] + between,
         step_s=step,
         low_s=costs[0].compute_s + attention,
         high_s=costs[-1].compute_s + attention + sync + wire,
@@ -148,7 +150,7 @@ def estimate(
         tokens_per_s_per_chip=tokens / step / target.num_chips,
         waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
-        uncovered_s=wire - hidden,
+        uncovered_s=uncovered,
         notes=tuple(_notes(module, kernels, collectives)),
     )
 
@@ -313,5 +315,6 @@ def overlap(
         for i, one in (entry for entry in pending if entry[1].computation == name):
             link = one.link.name if one.link else ""
             free[link] = max(clock[one.begins + 1], free.get(link, 0.0)) + one.wire_s
-            hidden[i] = one.count * max(0.0, one.wire_s - max(0.0, free[link] - clock[one.ends]))
+            late = free[link] - clock[one.ends]
+            hidden[i] = one.count * max(0.0, one.wire_s - (late if late > _ROUNDING * one.wire_s else 0.0))
     return [replace(one, hidden_s=seconds) for one, seconds in zip(collectives, hidden, strict=True)]

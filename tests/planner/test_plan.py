@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from jaxdist import plan, train
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
-from jaxdist.planner import compiler, show, targets
+from jaxdist.planner import compiler, show, targets, timing, worker
+from jaxdist.planner import plan as plan_module
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.trainer import build, cli, run_config, trainer
@@ -109,6 +111,37 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
     assert found["memory"]["peak_bytes"] > found["memory"]["capacity_bytes"] == 15.75 * 2**30
     assert len(found["advice"]) >= 3 and all(edit["words"] for edit in found["advice"])
     assert json.loads((home / "run" / "plan.json").read_text()) == found
+
+
+def test_figures_name_their_compiler_and_the_plan_another():
+    figures = timing.SURE["v5e"]
+    assert "libtpu 0.0.42.1" in figures
+    assert plan_module._other_compiler(figures, "tpu", {"libtpu": "0.0.42.1"}) == ""
+    assert "compiled by libtpu 0.0.50.1" in plan_module._other_compiler(
+        figures, "tpu", {"libtpu": "0.0.50.1"}
+    )
+    cuda = {"jax-cuda13-plugin": "0.11.2"}
+    assert "jax-cuda13-plugin 0.11.2" in plan_module._other_compiler(timing.SURE["gpu"], "gpu", cuda)
+
+
+MIB = 2**20
+# MiB as libtpu 0.0.42.1 and 0.0.50.1 give them for small programs on v5e:2x2: arguments, output, alias, temp,
+# host arguments, host temp, peak; and the peak on the device.
+HOST_SIZES = [
+    ((512, 512, 512, 0, 0, 0, 512), 512),
+    ((256, 256, 256, 32, 256, 0, 544), 288),  # half of the state on the host
+    ((40, 32, 0, 128, 0, 0, 200), 200),
+    ((40, 32, 0, 8, 0, 256, 328), 80),  # activations on the host
+    ((12 * 1024, 0, 0, 6 * 1024, 0, 256, 12 * 1024), 15.75 * 1024),  # taken, so it fits
+]
+
+
+@pytest.mark.parametrize(("sizes", "peak"), HOST_SIZES)
+def test_what_is_on_the_host_is_no_part_of_a_devices_peak(sizes, peak):
+    names = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
+    found = {f"{name}_size_in_bytes": size * MIB for name, size in zip(names, sizes[:-1], strict=True)}
+    analysis = SimpleNamespace(**found, peak_memory_in_bytes=sizes[-1] * MIB)
+    assert worker._sizes(analysis, targets.parse("v5e:2x2"))["peak_bytes"] == peak * MIB
 
 
 @pytest.mark.slow

@@ -172,6 +172,20 @@ ENTRY %main (p: f32[]) -> f32[] {{
     assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
 
 
+def test_what_is_wholly_hidden_leaves_nothing():
+    text = f"""HloModule test
+
+ENTRY %main (p: f32[]) -> f32[] {{
+  %p = f32[] parameter(0)
+  %work = f32[] copy(%p), {cycles(int(1.5e9))}
+  ROOT %more = f32[] copy(%work), {cycles(1)}
+}}
+"""
+    short = collective(bytes=int(0.2e9), asynchronous=True, begins=0, ends=2)  # 0.1 s: ten sum to 1 - 1e-16
+    time = estimate(hlo.parse(text), [dataclasses.replace(short, name=str(i)) for i in range(10)])
+    assert sum([0.1] * 10) < 1 and time.hidden_s == pytest.approx(1) and time.uncovered_s == 0
+
+
 def test_a_real_gather_is_hidden_by_its_matmul():
     target, _ = CASES["v5e_fsdp256"]
     module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
