@@ -150,7 +150,7 @@ def estimate(
         tokens_per_s_per_chip=tokens / step / target.num_chips,
         waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
-        uncovered_s=uncovered,
+        uncovered_s=wire - hidden,
         notes=tuple(_notes(module, kernels, collectives)),
     )
 
