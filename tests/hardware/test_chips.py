@@ -1,6 +1,7 @@
 """Chips, flags, platform detection and optional packages."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -177,6 +178,28 @@ def start_jax(flags: str) -> subprocess.CompletedProcess:
 def test_jaxlib_knows_the_gpu_flags():
     assert start_jax("--xla_gpu_no_such_flag=1").returncode != 0  # an unknown one would abort
     assert start_jax(platform_flags.flag_environment("gpu", {})["XLA_FLAGS"]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, topology", [("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2"), ("v5e", "v5e:2x2")])
+def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
+    pytest.importorskip("libtpu", reason='needs the TPU compiler: pip install "jaxdist[aot]"')
+    code = (
+        "from jax.experimental import topologies as t;"
+        f"print(t.get_topology_desc(platform='tpu', topology_name={topology!r}).devices[0].device_kind)"
+    )
+    alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    flags = platform_flags.flag_environment("tpu", {}, family=family)
+
+    def started(flags):
+        environ = os.environ | alone | flags
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+        )
+
+    assert chips.chip_for(started(flags).stdout.strip()).family == family
+    unknown = {"LIBTPU_INIT_ARGS": flags["LIBTPU_INIT_ARGS"] + " --xla_tpu_no_such_flag=true"}
+    assert started(unknown).returncode != 0  # so the test above can fail
 
 
 @pytest.mark.parametrize(
