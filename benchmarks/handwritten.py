@@ -23,7 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-EPS, THETA, B1, B2, ADAM_EPS, DECAY, INIT_STD = 1e-5, 10000.0, 0.9, 0.95, 1e-8, 0.1, 0.02
+B1, B2, ADAM_EPS, DECAY, INIT_STD = 0.9, 0.95, 1e-8, 0.1, 0.02
+BATCH = ("data", "fsdp")  # of the mesh's axes data, fsdp and tensor, those that split the batch
+# The dim of a weight [.., in, out] that tensor splits (Megatron-LM): columns, then rows.
+_TENSOR_DIM = dict.fromkeys(("query", "key", "value", "gate", "up", "head"), -1) | {"out": -2, "down": -2}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Shape:
     vocab_size: int
     sequence: int
     batch: int
+    theta: float = 10000.0  # base of the rotary frequencies
+    eps: float = 1e-5  # of the norms
 
     @property
     def head_dim(self) -> int:
@@ -45,6 +50,7 @@ class Shape:
 
 
 SHAPES = {
+    "pico": Shape(1, 16, 48, 2, 1, 64, 16, 8),
     "nano": Shape(2, 64, 176, 4, 2, 512, 64, 8),
     "quick": Shape(4, 256, 688, 8, 4, 4096, 256, 8),
     "std": Shape(8, 512, 1376, 8, 4, 8192, 512, 8),
@@ -61,7 +67,7 @@ class Options:
     dtype: str = "float32"  # of activations and matmuls; masters are float32
     clip_norm: float = 1.0  # 0 = no clipping
     loss_chunk: int = 1024
-    kernel: str = "tiles"  # attention: tiles (plain XLA) | cudnn
+    kernel: str = "tiles"  # attention: tiles (plain XLA) | cudnn | splash
 
 
 class State(NamedTuple):
@@ -122,17 +128,17 @@ def init(shape: Shape, seed: int) -> State:
 # ------------------------------------------------------------------------------------- the model
 
 
-def rms_norm(x, scale):
+def rms_norm(x, scale, eps: float):
     """Returns x over its root mean square, computed in float32, in the dtype of x."""
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + EPS)
+    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
     return (y * scale).astype(x.dtype)
 
 
 def rotary_tables(shape: Shape):
     """Returns cos and sin, float32 [S, 1, N / 2]."""
     half = shape.head_dim // 2
-    angles = jnp.arange(shape.sequence)[:, None] * THETA ** (-jnp.arange(half) / half)
+    angles = jnp.arange(shape.sequence)[:, None] * shape.theta ** (-jnp.arange(half) / half)
     return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
 
 
@@ -211,31 +217,56 @@ def _turned(x):
 tiled_attention.defvjp(_attend, _attend_backward)
 
 
-def attention(q_BSHN, k_BSKN, v_BSKN, kernel: str):
+def attention(q_BSHN, k_BSKN, v_BSKN, kernel: str, mesh: Mesh | None):
     """Returns causal grouped-query attention, [T, H * N]."""
     B, S, H, N = q_BSHN.shape
     if kernel == "cudnn":
         mixed = jax.nn.dot_product_attention(q_BSHN, k_BSKN, v_BSKN, is_causal=True, implementation="cudnn")
         return mixed.reshape(B * S, H * N)
+    if kernel == "splash":
+        mixed, whole = splash, P(BATCH, None, "tensor", None)
+        if mesh is not None:  # a kernel is opaque to the partitioner
+            mixed = jax.shard_map(splash, mesh=mesh, in_specs=(whole,) * 3, out_specs=whole, check_vma=False)
+        return mixed(q_BSHN * jnp.asarray(N**-0.5, q_BSHN.dtype), k_BSKN, v_BSKN).reshape(B * S, H * N)
     K = k_BSKN.shape[2]
     q = (q_BSHN * N**-0.5).reshape(B, S, K, H // K, N).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSKN, v_BSKN))
     return tiled_attention(q, k, v).transpose(0, 3, 1, 2, 4).reshape(B * S, H * N)
 
 
+def splash(q_BSHN, k_BSKN, v_BSKN, interpret: bool = False):
+    """Returns causal attention of a device's own rows and heads by JAX's TPU kernel, q already scaled."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # noqa: PLC0415 (only for TPUs)
+
+    S, H = q_BSHN.shape[1:3]
+    block = max(b for b in (128, 256, 384, 512) if S % b == 0)
+    fields = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    kernel = pallas.make_splash_mha(
+        pallas.MultiHeadMask([pallas.CausalMask((S, S))] * H),
+        block_sizes=pallas.BlockSizes(**dict.fromkeys(fields, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN))).swapaxes(1, 2)
+
+
 def block(x_TD, p, tables, shape: Shape, kernel: str, mesh: Mesh | None):
     """Returns the output of one layer, [T, D]."""
 
     def heads(y):
-        return y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
+        y = y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
+        return _pinned(y, mesh, P(BATCH, None, "tensor"))
 
-    p = jax.tree.map(lambda w: _pinned(w, mesh, P()), p)  # fsdp: gathered here, layer by layer
-    x_TD = _pinned(x_TD, mesh, P("fsdp"))
-    h = rms_norm(x_TD, p["attention_norm"])
+    # fsdp: gathered here, layer by layer
+    p = {name: _pinned(w, mesh, weight_spec(name, w.shape, mesh, gathered=True)) for name, w in p.items()}
+    x_TD = _pinned(x_TD, mesh, P(BATCH))
+    h = rms_norm(x_TD, p["attention_norm"], shape.eps)
     q, k, v = heads(h @ p["query"]), heads(h @ p["key"]), heads(h @ p["value"])
-    mixed = attention(rotate(q, *tables), rotate(k, *tables), v, kernel)
+    mixed = attention(rotate(q, *tables), rotate(k, *tables), v, kernel, mesh)
     x_TD = x_TD + mixed @ p["out"]
-    h = rms_norm(x_TD, p["mlp_norm"])
+    h = rms_norm(x_TD, p["mlp_norm"], shape.eps)
     return x_TD + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
@@ -320,12 +351,13 @@ def loss(params, batch, shape: Shape, options: Options, mesh: Mesh | None = None
     if options.remat != "none":
         body = jax.checkpoint(body, policy=_remat_policy(options.remat), prevent_cse=False)
     x_TD = _pinned(params["embedding"], mesh, P())[batch["tokens"].reshape(-1)]
-    x_TD, _ = lax.scan(body, _pinned(x_TD, mesh, P("fsdp")), params["blocks"])
-    x_BSD = rms_norm(x_TD, params["norm"]).reshape(c.batch, c.sequence, c.d_model)
-    shards = 1 if mesh is None else mesh.size
+    x_TD, _ = lax.scan(body, _pinned(x_TD, mesh, P(BATCH)), params["blocks"])
+    x_BSD = rms_norm(x_TD, params["norm"], c.eps).reshape(c.batch, c.sequence, c.d_model)
+    shards = 1 if mesh is None else mesh.size // mesh.shape["tensor"]
     wanted = c.batch * c.sequence // (shards * options.loss_chunk) if options.loss_chunk else 1
     parts = math.gcd(max(wanted, 1), c.sequence)
-    head = _pinned(params["head"], mesh, P())
+    head = params["head"]
+    head = _pinned(head, mesh, weight_spec("head", head.shape, mesh, gathered=True))
     total = cross_entropy(x_BSD, head, batch["targets"], batch["weights"], parts)
     return total / batch["weights"].sum()
 
@@ -345,7 +377,8 @@ def adamw(path, p, g, m, v, step, learning_rate):
 def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Options, mesh):
     """Returns the next state and {"loss", "grad_norm"}."""
     value, grads = jax.value_and_grad(loss)(state.params, batch, shape, options, mesh)
-    grads = jax.tree.map(lambda g: _pinned(g, mesh, weight_spec(g.shape, mesh)), grads)
+    specs = weight_specs(grads, mesh)
+    grads = jax.tree.map(lambda g, spec: _pinned(g, mesh, spec), grads, specs)
     norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
     if options.clip_norm:
         scale = options.clip_norm / jnp.maximum(norm, options.clip_norm)
@@ -356,20 +389,37 @@ def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Opt
     return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
 
 
-def weight_spec(dims: tuple[int, ...], mesh: Mesh | None) -> P:
-    """Returns the spec that shards the largest dim the fsdp axis divides, never the layers."""
-    first = 1 if len(dims) == 3 else 0
-    legal = [i for i in range(first, len(dims)) if mesh and dims[i] % mesh.size == 0]
-    if not legal or len(dims) < 2:
+def weight_spec(name: str, dims: tuple[int, ...], mesh: Mesh | None, *, stacked=False, gathered=False) -> P:
+    """Returns where a weight lies: tensor has its dim of it, fsdp the largest other that it divides.
+
+    Args:
+      stacked: the first dim is that of the layers, which nothing splits.
+      gathered: as it is computed with, not split over fsdp.
+    """
+    axes: list[str | None] = [None] * len(dims)
+    if mesh is None or len(dims) - stacked < 2:
         return P()
-    widest = max(legal, key=lambda i: dims[i])
-    return P(*("fsdp" if i == widest else None for i in range(len(dims))))
+    if name in _TENSOR_DIM and mesh.shape["tensor"] > 1:
+        axes[_TENSOR_DIM[name]] = "tensor"
+    legal = [i for i in range(stacked, len(dims)) if axes[i] is None and dims[i] % mesh.shape["fsdp"] == 0]
+    if legal and not gathered:
+        axes[max(legal, key=lambda i: dims[i])] = "fsdp"
+    return P(*axes)
+
+
+def weight_specs(params: dict, mesh: Mesh | None) -> dict:
+    """Returns the spec of every parameter, or of a moment or gradient of it."""
+
+    def of(path, x):
+        return weight_spec(path[-1].key, x.shape, mesh, stacked=path[0].key == "blocks")
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def state_shardings(shape: Shape, mesh: Mesh) -> State:
-    """Returns the sharding of every leaf of the state on a mesh with the one axis `fsdp`."""
-    abstract = jax.eval_shape(partial(init, shape, 0))
-    return jax.tree.map(lambda x: NamedSharding(mesh, weight_spec(x.shape, mesh)), abstract)
+    """Returns the sharding of every leaf of the state on a mesh of data, fsdp and tensor."""
+    specs = weight_specs(jax.eval_shape(partial(init_params, shape, 0)), mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), State(P(), specs, specs, specs))
 
 
 def build_step(shape: Shape, options: Options, mesh: Mesh | None = None):
@@ -383,7 +433,11 @@ def build_step(shape: Shape, options: Options, mesh: Mesh | None = None):
 
 def make_batch(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
     """Returns random tokens, their next tokens as targets and weights of 1, each [B, S]."""
-    size = (shape.batch, shape.sequence + 1)
-    tokens = jax.random.randint(jax.random.key(seed), size, 0, shape.vocab_size, jnp.int32)
-    weights = jnp.ones((shape.batch, shape.sequence), jnp.float32)
+    return random_batch(shape.batch, shape.sequence, shape.vocab_size, seed)
+
+
+def random_batch(size: int, sequence: int, vocab_size: int, seed: int = 0) -> dict[str, jax.Array]:
+    """Returns `make_batch` of these sizes."""
+    tokens = jax.random.randint(jax.random.key(seed), (size, sequence + 1), 0, vocab_size, jnp.int32)
+    weights = jnp.ones((size, sequence), jnp.float32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

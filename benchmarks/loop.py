@@ -1,12 +1,12 @@
 """Times what the training loop adds to a step, and what calling the step costs the host.
 
-    python benchmarks/loop.py --rounds 5 --out benchmarks/results/loop.json
+    python benchmarks/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
 
-`overhead`: ms a step of `jaxdist.trainer.trainer.run` (data, metrics, display; log_every 10, no checkpoints)
-above the same compiled step called in a bare `for` on one resident batch. The model is tiny, so
-that next to nothing hides behind the device: an upper bound. `dispatch`: time until the call of a
-step returns: jaxdist's; a plain `jax.jit` of the same program on flat lists, so with the same leaves
-and nothing of ours around them; and the hand-written step, which has fewer.
+`overhead`: ms a step of `jaxdist.trainer.trainer.run` (data, metrics, display; no checkpoints) above the same
+compiled step called in a bare `for` on one resident batch. The default model is tiny, so that next to nothing
+hides behind the device: an upper bound. `--shape 1b` says what a real step loses, as MFU, too. `dispatch`:
+time until the call of a step returns: jaxdist's; a plain `jax.jit` of the same program on flat lists, so with
+the same leaves and nothing of ours around them; and the hand-written step, which has fewer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import os
 import statistics
 import sys
 import tempfile
@@ -28,17 +27,15 @@ from unittest import mock
 import jax
 import measuring
 import numpy as np
-from handwritten import SHAPES, Options, Shape, make_batch
+import sides
 
-import step
-from jaxdist.distributed import initialize
-from jaxdist.parallel.mesh import build_mesh
+from jaxdist.config import ConfigError
+from jaxdist.hardware import chips
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import build, trainer, validation
 from jaxdist.trainer import run_config as recipe
+from jaxdist.trainer import trainer, workdir
 
-LOG_EVERY = 10
-PICO = Shape(1, 16, 48, 2, 1, 64, 16, 8)
 ROWS_SKIPPED = 3  # the first rows still wait for threads and files
 
 
@@ -52,77 +49,114 @@ class Stamp(NamedTuple):
 
 def main() -> None:
     """Runs the command."""
-    flags = _parser().parse_args()
-    initialize.skip_absent_tpu(os.environ)
-    shape = PICO if flags.shape == "pico" else SHAPES[flags.shape]
-    options = Options(dtype=flags.dtype, loss_chunk=0)
-    with tempfile.TemporaryDirectory() as folder:
-        run = run_config(shape, options, Path(folder), flags.steps)
-        bare = bare_side(run, shape, options)
+    flags = sides.parse(_parser(), sys.argv[1:])
+    say = print if sides.start(flags) else _silent
+    with contextlib.ExitStack() as stack:
+        folder = flags.folder or stack.enter_context(tempfile.TemporaryDirectory())
+        if jax.process_count() > 1 and not flags.folder:
+            raise ConfigError("--folder is missing: processes of a run need one that they share")
+        run = with_files(sides.read_run(flags), Path(folder), flags)
+        spec, _ = sides.built(run)
+        bare = bare_side(run)
         rounds = []
         for number in range(flags.rounds):
             found = {"loop": in_loop(run, Path(folder) / f"run{number}"), "bare": in_for(bare, run)}
             rounds.append(found)
-            print(f"round {number + 1}/{flags.rounds}: {_text(found)}", flush=True)
+            say(f"round {number + 1}/{flags.rounds}: {_text(found)}", flush=True)
+        del bare
     record = measuring.record_head(sys.argv[1:]) | {
-        "shape": {"name": flags.shape, **dataclasses.asdict(shape)},
-        "options": dataclasses.asdict(options),
-        "log_every": LOG_EVERY,
+        "run": {"name": flags.config or flags.shape, "model": dict(run.model)}
+        | {"batch": dataclasses.asdict(run.batch), "mesh": dataclasses.asdict(run.mesh)}
+        | {"compute": run.precision.compute, "remat": run.remat.policy},
+        "log_every": flags.log_every,
         "steps_per_round": flags.steps,
         "rounds": rounds,
         "overhead_s_per_step": overhead(rounds),
-        "dispatch": dispatch(shape, options, flags.dispatches),
+        "loop_over_bare": measuring.quartiles([r["loop"]["wall_s"] / r["bare"]["wall_s"] for r in rounds]),
+        "mfu": mfu(run, spec, rounds),
+        "dispatch": dispatch(run, flags.dispatches) if flags.dispatches else None,
     }
-    for clock, found in record["overhead_s_per_step"].items():
-        print(
-            f"loop over bare for, {clock}: {1e3 * found['median']:.3f} ms a step "
-            f"({1e3 * found['low']:.3f} to {1e3 * found['high']:.3f})"
-        )
-    print(", ".join(f"{k}: {v:.4g}" for k, v in record["dispatch"].items()))
+    for line in lines(record):
+        say(line)
     measuring.write(flags.out, record)
+
+
+def _silent(*_: object, **__: object) -> None:
+    pass
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", choices=("pico", *SHAPES), default="pico")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    sides.add_run_flags(parser, default="pico")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000, help="steps a round")
-    parser.add_argument("--dispatches", type=int, default=300)
+    parser.add_argument("--log-every", type=int, default=10, help="steps between rows of metrics")
+    parser.add_argument("--dispatches", type=int, default=300, help="calls of a step to time; 0: none")
+    parser.add_argument("--folder", help="of the tokens and the runs; must be new (default: a temporary one)")
     parser.add_argument("--out", help="JSON file")
     return parser
 
 
-def run_config(shape: Shape, options: Options, folder: Path, steps: int) -> recipe.RunConfig:
-    """Returns a run on random tokens from a file, without checkpoints and evaluation."""
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 2_000_000, dtype=np.uint16)
-    tokens.tofile(folder / "tokens.bin")
-    run = step.run_config(shape, options)
+def with_files(run: recipe.RunConfig, folder: Path, flags: argparse.Namespace) -> recipe.RunConfig:
+    """Returns the run on random tokens from a file, without checkpoints and evaluation."""
+    batch = run.batch
+    rows = max(4 * batch.global_size, 2_000_000 // batch.sequence_length) + 1
+    tokens = np.random.default_rng(0).integers(0, run.vocab_size or 256, rows * batch.sequence_length)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens.astype(np.uint32).tofile(folder / "tokens.bin")
     replace = dataclasses.replace
+    files = {"path": str(folder / "tokens.bin"), "cache_dir": str(folder / "cache")}
     return replace(
         run,
-        train=replace(run.train, steps=steps, log_every=LOG_EVERY, eval_every=0),
-        data=replace(
-            run.data, source="bin", path=str(folder / "tokens.bin"), cache_dir=str(folder / "cache")
-        ),
+        train=replace(run.train, steps=flags.steps, log_every=flags.log_every, eval_every=0, sample_tokens=0),
+        data=replace(run.data, source="bin", bin_dtype="uint32", **files),
         checkpoint=replace(run.checkpoint, every_steps=0, save_at_end=False),
     )
 
 
-def bare_side(run: recipe.RunConfig, shape: Shape, options: Options) -> step.Side:
+def bare_side(run: recipe.RunConfig) -> sides.Side:
     """Returns the same step, compiled, with one batch that stays on the device."""
-    batch = step.full_batch(shape)
-    side = step.build_jaxdist(run, batch)
-    side.advance(20)
+    side = sides.build_jaxdist(run, sides.full_batch(run))
+    side.advance(min(20, run.train.steps))
     return side
 
 
-def in_for(side: step.Side, run: recipe.RunConfig) -> dict[str, float]:
-    """Returns seconds a step of a bare `for` that waits for every LOG_EVERY-th step."""
+def mfu(run: recipe.RunConfig, spec: ModelSpec, rounds: list[dict]) -> dict[str, dict[str, float]]:
+    """Returns {loop, bare: {causal, full}} by the median of the rounds; {} where the peak is not known."""
+    chip = chips.chip_for(jax.devices()[0].device_kind)
+    peak = chip.peak(run.precision.compute) if chip else None
+    if not peak:
+        return {}
+    tokens = run.batch.global_size * run.batch.sequence_length / jax.device_count()
+    flops = workdir.model_flops(run, spec)
+    walls = {side: statistics.median(r[side]["wall_s"] for r in rounds) for side in ("loop", "bare")}
+    return {
+        side: {name: tokens * each / wall_s / peak for name, each in flops.items()}
+        for side, wall_s in walls.items()
+    }
+
+
+def lines(record: dict) -> list[str]:
+    """Returns what a person wants to read of the record."""
+    out = [
+        f"loop over bare for, {clock}: {1e3 * found['median']:.3f} ms a step "
+        f"({1e3 * found['low']:.3f} to {1e3 * found['high']:.3f})"
+        for clock, found in record["overhead_s_per_step"].items()
+    ]
+    out.append(f"loop / bare: {record['loop_over_bare']['median']:.4f}")
+    for side, found in record["mfu"].items():
+        out.append(f"{side}: MFU {found['full']:.1%} (full attention), {found['causal']:.1%} (causal)")
+    if record["dispatch"]:
+        out.append(", ".join(f"{k}: {v:.4g}" for k, v in record["dispatch"].items()))
+    return out
+
+
+def in_for(side: sides.Side, run: recipe.RunConfig) -> dict[str, float]:
+    """Returns seconds a step of a bare `for` that waits for a step as often as the loop writes a row."""
     stamps = []
     for number in range(1, run.train.steps + 1):
         side.state, side.metrics = side.compiled(side.state, *side.arguments)
-        if number % LOG_EVERY == 0:
+        if number % run.train.log_every == 0:
             side.metrics["loss"].item()
             stamps.append(Stamp(number, time.perf_counter(), time.process_time()))
     return per_step(stamps)
@@ -151,7 +185,7 @@ def stamped_rows(stamps: list[Stamp]) -> Iterator[None]:
 
 def per_step(stamps: list[Stamp]) -> dict[str, float]:
     """Returns the median over rows by wall time, and the mean by processor time."""
-    used = stamps[ROWS_SKIPPED:]
+    used = stamps[min(ROWS_SKIPPED, len(stamps) - 2) :]
     pairs = list(zip(used[:-1], used[1:], strict=True))
     walls = [(b.wall_s - a.wall_s) / (b.number - a.number) for a, b in pairs]
     first, last = used[0], used[-1]
@@ -167,30 +201,28 @@ def overhead(rounds: list[dict]) -> dict[str, dict[str, float]]:
     }
 
 
-def dispatch(shape: Shape, options: Options, count: int) -> dict[str, float]:
-    """Returns the median seconds until a call of the jitted step returns, of both, and leaves."""
-    batch = step.full_batch(shape)
-    plain = {name: np.asarray(x) for name, x in make_batch(shape).items()}
-    sides = [*as_called(shape, options, batch), step.build_handwritten(shape, options, plain)]
-    found: dict[str, list[float]] = {side.name: [] for side in sides}
-    for side in sides:
+def dispatch(run: recipe.RunConfig, count: int) -> dict[str, float]:
+    """Returns the median seconds until a call of the jitted step returns, of each, and leaves."""
+    batch, stick = sides.full_batch(run), sides.yardstick(run)
+    beside = [] if isinstance(stick, str) else [sides.build_handwritten(stick, batch)]
+    called = [*as_called(run, batch), *beside]
+    found: dict[str, list[float]] = {side.name: [] for side in called}
+    for side in called:
         side.advance(5)
     for _ in range(count):
-        for side in sides:
+        for side in called:
             began = time.perf_counter()
             side.state, side.metrics = side.compiled(side.state, *side.arguments)
             found[side.name].append(time.perf_counter() - began)
             jax.block_until_ready((side.state, side.metrics))
     out = {f"{name}_s": statistics.median(times) for name, times in found.items()}
-    leaves = {f"{s.name}_leaves": len(jax.tree.leaves((s.state, s.arguments))) for s in sides}
+    leaves = {f"{s.name}_leaves": len(jax.tree.leaves((s.state, s.arguments))) for s in called}
     return out | {"ratio": out["jaxdist_s"] / out["same_leaves_s"]} | leaves
 
 
-def as_called(shape: Shape, options: Options, host_batch: dict) -> list[step.Side]:
+def as_called(run: recipe.RunConfig, host_batch: dict) -> list[sides.Side]:
     """Returns jaxdist's step as its loop calls it, and the same program jitted on flat lists."""
-    run = step.run_config(shape, options)
-    _, rules, spec = validation.validate(run, jax.devices())
-    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    _, built = sides.built(run)
     state, structure = jax.tree.flatten(built.init())
 
     def flat_step(leaves, batch):
@@ -199,8 +231,8 @@ def as_called(shape: Shape, options: Options, host_batch: dict) -> list[step.Sid
 
     batch = jax.device_put(host_batch, built.batch_shardings(host_batch))
     return [
-        step.Side("jaxdist", built.step, built.init(), (batch,), 0.0),
-        step.Side("same_leaves", jax.jit(flat_step, donate_argnums=0), state, (batch,), 0.0),
+        sides.Side("jaxdist", built.step, built.init(), (batch,), 0.0),
+        sides.Side("same_leaves", jax.jit(flat_step, donate_argnums=0), state, (batch,), 0.0),
     ]
 
 
@@ -212,4 +244,4 @@ def _text(found: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(sides.report_faults(main))

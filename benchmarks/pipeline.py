@@ -18,6 +18,7 @@ from functools import partial
 
 import jax
 import measuring
+import sides as contestants
 from handwritten import SHAPES, Options, Shape
 
 import step as steps
@@ -62,10 +63,10 @@ def main() -> None:
     measuring.write(flags.out, record)
 
 
-def _side(mesh: str, shape: Shape, options: Options, plan: PipelineConfig) -> steps.Side:
+def _side(mesh: str, shape: Shape, options: Options, plan: PipelineConfig) -> contestants.Side:
     """Returns a contestant, warmed up by two steps."""
-    run = dataclasses.replace(steps.run_config(shape, options, mesh), pipeline=plan)
-    side = steps.build_jaxdist(run, steps.full_batch(shape))
+    run = dataclasses.replace(contestants.run_config(shape, options, mesh), pipeline=plan)
+    side = contestants.build_jaxdist(run, contestants.full_batch(run))
     side.name = mesh
     side.advance(1)
     side.first_loss = float(side.metrics["loss"])
@@ -85,7 +86,7 @@ def _print(record: dict) -> None:
     print(f"FLOPs {ours / beside:.3f} x")
 
 
-def _numbers(side: steps.Side, times: list[measuring.Timing], inner: int) -> dict:
+def _numbers(side: contestants.Side, times: list[measuring.Timing], inner: int) -> dict:
     memory = side.compiled.memory_analysis()
     return {
         "step_s": measuring.quartiles([t.wall_s / inner for t in times]),

@@ -1,6 +1,6 @@
 """Eight emulated CPU devices and strict JAX switches, set before anything imports jax."""
 
-import importlib
+import importlib.util
 import os
 import signal
 import tempfile
@@ -60,9 +60,16 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_configure(config) -> None:
-    """Gives the default selection and `-m fast` the quick compiler; `-m slow` and `-m gpu` the users'."""
-    if "not slow" in config.option.markexpr or config.option.markexpr == "fast":
+    """Gives the default selection and `-m fast` the quick compiler; `-m slow` and GPUs have the users'."""
+    on_gpu = config.option.markexpr == "gpu" and os.environ.get("JAXDIST_GPU_TESTS_ON") != "cpu"
+    quick = config.option.markexpr in ("fast", "gpu") or "not slow" in config.option.markexpr
+    if quick and not on_gpu:
         _add_flags(QUICK)
+    if on_gpu:
+        # jax is not imported yet. CPU devices are what a GPU is compared with; runs of their own share it.
+        if _PLATFORM_IS_OURS and importlib.util.find_spec("jax_plugins"):
+            os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,7 +93,7 @@ def _heed_signals() -> None:
 
 
 def _set_environment() -> None:
-    # `pytest -m gpu` keeps the machine's own platform; everything else runs on emulated CPUs.
+    # `pytest -m gpu` chooses the machine's GPU later; everything else runs on emulated CPUs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu: do not ask a metadata server
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # ahead-of-time tests run beside others
@@ -105,6 +112,7 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+_PLATFORM_IS_OURS = "JAX_PLATFORMS" not in os.environ
 pytest.register_assert_rewrite("support")  # its asserts say as much as those of tests
 _heed_signals()
 _set_environment()
