@@ -23,7 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
-from jaxdist.planner import search, show, targets
+from jaxdist.planner import restarts, search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, workdir
 
@@ -49,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
             plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say)
             code = plan.exit_code
     tokens = int(flags.tokens) if flags.tokens else plan.tokens
-    report = replace(plan, tokens=tokens, price_per_chip_hour=flags.price_per_chip_hour).to_json()
+    assumed = restarts.Assumptions(flags.chip_hours_per_failure, flags.host_storage * 1e9)
+    price = flags.price_per_chip_hour
+    report = replace(plan, tokens=tokens, price_per_chip_hour=price, assumed=assumed).to_json()
     if ranked:
         report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         search.show(ranked, console, _run_words(arguments or sys.argv))
@@ -121,8 +123,17 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
-    parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12")
+    parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12; or samples")
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
+    default = restarts.Assumptions()
+    parser.add_argument(
+        "--chip-hours-per-failure", type=_positive, default=default.chip_hours_per_failure,
+        help="of the machine; for the best interval between saves (%(default)g: 16,384 H100 in 2024)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host-storage", type=_positive, default=default.host_storage_bytes_per_s / 1e9,
+        help="GB/s that one host writes to storage and reads from it (%(default)g)",
+    )  # fmt: skip
     parser.add_argument("--workdir", help="keep the plan there as plan.json and plan.txt")
     return parser
 

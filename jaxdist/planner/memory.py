@@ -56,6 +56,24 @@ def accounted_peak(components: Mapping[str, int]) -> int:
     return sum(size for name, size in components.items() if name != HOST)
 
 
+def checkpoint_bytes(run: RunConfig, spec: ModelSpec) -> int:
+    """Returns the bytes of the whole state, as a checkpoint holds it."""
+    trained = sum(x.size for x in jax.tree.leaves(spec.trainable))
+    kept = trained * jnp.dtype(run.precision.params).itemsize + _whole_bytes(_moments(run, spec))
+    kept += 4 * trained if run.train.ema_decay else 0
+    frozen = (x.size * stored_dtype(x, run.precision.params).itemsize for x in jax.tree.leaves(spec.frozen))
+    return kept + sum(frozen) + _whole_bytes(spec.model_state)
+
+
+def _moments(run: RunConfig, spec: ModelSpec) -> Any:
+    """Returns the optimizer's abstract state."""
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable)
+    transform = optimizers.build_optimizer(
+        run.optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names
+    )
+    return jax.eval_shape(transform.init, stored)
+
+
 def _capacity(target: Target | jax.Device) -> int | None:
     """Returns the bytes of a device that a program may fill; None where that is not known."""
     chip = target.chip if isinstance(target, Target) else chip_for(target.device_kind)
@@ -171,9 +189,7 @@ class _Step:
     def _state(self) -> Components:
         """What is there before, in and after the step; the batch goes with it."""
         run, tree = self.run, self.spec.trainable
-        stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), tree)
-        transform = optimizers.build_optimizer(run.optimizer, lambda _: jnp.float32(1), tree, self.spec.names)
-        moments = jax.eval_shape(transform.init, stored)
+        moments = _moments(run, self.spec)
         rows = [self.rules.state(names, x.shape) for x, names in self.parameters.values()]
         specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))

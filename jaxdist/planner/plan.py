@@ -11,7 +11,7 @@ import jax
 from jaxdist.config import ConfigError, schema
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import advice, communication, memory, show, targets, timing
+from jaxdist.planner import advice, communication, memory, restarts, show, targets, timing
 from jaxdist.planner.advice import Edit
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
@@ -44,6 +44,7 @@ class Plan:
     pipeline: dict[str, Any]  # {} without one
     tokens: int  # of the whole training
     price_per_chip_hour: float | None = None
+    assumed: restarts.Assumptions = restarts.Assumptions()  # of the machine
     fits: bool | None = None  # None: cannot tell
     exit_reason: str = "not compiled"
     peak_bytes: int | None = None  # by the compiler; of a step that it refuses, what it would need
@@ -70,6 +71,7 @@ class Plan:
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
+            "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
@@ -91,6 +93,17 @@ class Plan:
             "accounted_bytes": memory.accounted_peak(self.components),
             "components": self.components,
         }
+
+    def _restarts(self) -> restarts.Restarts:
+        return restarts.estimate(
+            self.run,
+            self.rules.shape,
+            self.target,
+            memory.checkpoint_bytes(self.run, self.spec),
+            assumed=self.assumed,
+            step_s=self.time.step_s,
+            compile_s=self.compiled.cpu_seconds if self.compiled else 0.0,
+        )
 
     def _cost(self) -> dict[str, float]:
         """Returns days, chip hours and, at a price, money for the training's tokens; {} without times."""
@@ -255,6 +268,7 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
         "schedule": run.pipeline.schedule if staged else None,
         "microbatches": build.num_microbatches(run, shape),
         "accumulation": run.batch.accumulation,
+        "unit": build.unit(run),  # that speeds and costs count
         "global_size": run.batch.global_size,
         "sequence_length": run.batch.sequence_length,
         "remat": run.remat.policy,

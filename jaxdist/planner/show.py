@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jaxdist.telemetry.units import GIB, count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import GIB, count_text, duration_text, gib_text, percent_text, time_text
 
 Json = Mapping[str, Any]
 _VERDICTS = {
@@ -51,6 +51,7 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield from _section("communication of a step, each device", _communication(plan["collectives"]))
     yield from _section("pipeline", _pipeline(plan["pipeline"]))
     yield from _section("time of a step", _time(plan))
+    yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
     yield from _section("warnings", (Text(f"- {text}") for text in plan["warnings"]))
     yield from _section("what would make it fit, the cheapest first", _advice(plan["advice"]))
 
@@ -89,7 +90,8 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
         yield tree
     batch, length = layout["global_size"], layout["sequence_length"]
     remat = f"remat {layout['remat']}" + (f", zero {layout['zero']}" if layout["mesh"]["fsdp"] > 1 else "")
-    yield Text(f"{count_text(plan['parameters'])} parameters; {batch} x {length} tokens a step; {remat}")
+    size = f"{batch} x {length} tokens" if layout["unit"] == "tokens" else f"{batch} {layout['unit']}"
+    yield Text(f"{count_text(plan['parameters'])} parameters; {size} a step; {remat}")
 
 
 def _machines(hardware: Json) -> str:
@@ -181,24 +183,51 @@ def _time(plan: Json) -> Iterator[RenderableType]:
     shares = {"MFU causal": time["mfu_causal"], "MFU full": time["mfu_full"], "HFU": time["hfu"]}
     known = ", ".join(f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None)
     known = known or "MFU unknown: no peak is published for this dtype"
-    yield Text(f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} tokens/s a chip")
+    unit = plan["layout"]["unit"]
+    yield Text(f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip")
     if time["hidden_s"] or time["uncovered_s"]:
         yield Text(
             f"communication behind compute: {time_text(time['hidden_s'])} covered, "
             f"{time_text(time['uncovered_s'])} more than its window"
         )
     if cost := plan["cost"]:
-        yield Text(_cost(cost))
+        yield Text(_cost(cost, unit))
     yield Text(f"how sure: {time['sure']}", style="dim")
     for note in time["notes"]:
         yield Text(f"left out: {note}", style="dim")
 
 
-def _cost(cost: Json) -> str:
-    span = duration_text(cost["days"] * 86400) if cost["days"] < 2 else f"{cost['days']:.1f} days"
-    line = f"{count_text(cost['tokens'])} tokens: {span}, {count_text(cost['chip_hours'])} chip hours"
+def _restarts(restarts: Json) -> Iterator[RenderableType]:
+    """Yields a checkpoint's size, how often to save, and what a failure costs."""
+    size, share = gib_text(restarts["checkpoint_bytes"]), gib_text(restarts["device_bytes"])
+    pause, written = time_text(restarts["blocking_s"]), duration_text(restarts["write_s"])
+    yield Text(f"a checkpoint has {size}, {share} of it from a device")
+    yield Text(f"a save stops training for {pause} and is on storage after {written}")
+    if restarts["every_steps"]:
+        text = f"best is to save every {duration_text(restarts['interval_s'])} (checkpoint.every_steps="
+        text += f"{restarts['every_steps']}): saves and failures take {percent_text(restarts['lost_share'])}"
+        if (own := restarts["configured_lost_share"]) is not None:
+            text += f" of the time, as configured {percent_text(own)}"
+        yield Text(text)
+    again = duration_text(restarts["restart_s"])
+    yield Text(
+        f"a failure every {_span(restarts['mtbf_s'])} on average; to read and compile again takes {again}"
+    )
+    assumed = restarts["assumed"]
+    hours, rate = count_text(assumed["chip_hours_per_failure"]), assumed["host_storage_bytes_per_s"] / 1e9
+    text = f"assumed: one failure in {hours} chip hours (--chip-hours-per-failure), "
+    yield Text(f"{text}{rate:g} GB/s between a host and storage (--host-storage)", style="dim")
+
+
+def _span(seconds: float) -> str:
+    return duration_text(seconds) if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"
+
+
+def _cost(cost: Json, unit: str) -> str:
+    line = f"{count_text(cost['tokens'])} {unit}: {_span(cost['days'] * 86400)}, "
+    line += f"{count_text(cost['chip_hours'])} chip hours"
     if "money" in cost:
-        line += f", {cost['money']:,.0f} of your money, {count_text(cost['tokens_per_money'])} tokens for one"
+        line += f", {cost['money']:,.0f} of your money, {count_text(cost['tokens_per_money'])} {unit} for one"
     return line
 
 

@@ -108,7 +108,9 @@ def locate(name: str) -> Source:
     try:
         checkpoints, inside = folders.locate(path)
     except ConfigError as error:
-        raise ConfigError(f"init.from_run={name}: {error}; give the workdir of a run") from error
+        made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
+        cure = f", or make it: python -m jaxdist.train --config {made[1]}" if made[0] == "runs" else ""
+        raise ConfigError(f"init.from_run={name}: {error}; give the workdir of a run{cure}") from error
     around = (folders.as_path(path), checkpoints.parent)
     local = [place for place in around if isinstance(place, Path)]  # as every workdir is
     beside = next((place for place in local if (place / workdir.CONFIG).is_file()), None)

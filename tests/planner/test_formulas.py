@@ -136,3 +136,15 @@ def test_on_a_torus_tokens_decide():
     assert (few.mesh.fsdp, few.mesh.tensor) == (32, 2) and "850 tokens" in few.reasons[1]
     across = rule("70b", "v6e:16x16x2", tokens=8192)
     assert (across.mesh.data, across.mesh.fsdp, across.mesh.tensor) == (2, 256, 1)
+
+
+def test_the_best_interval_loses_least():
+    save, restart, mtbf = 30.0, 300.0, 3 * 3600.0
+    best = formulas.checkpoint_interval(save, mtbf)
+    young = (2 * save * mtbf) ** 0.5
+    assert best == pytest.approx(young - save, rel=0.02)  # what Daly adds is small for short saves
+    shares = [formulas.lost_share(best * factor, save, restart, mtbf) for factor in (0.5, 0.9, 1, 1.1, 2)]
+    assert min(shares) == shares[2] and shares[0] > shares[1] and shares[4] > shares[3]
+    # By hand: 30 s in each 804.98 s + 30 s, and (402.5 + 300) / 10,800.
+    assert formulas.lost_share(804.98, 30, 300, 10_800) == pytest.approx(0.03593 + 0.06505, abs=1e-4)
+    assert formulas.checkpoint_interval(3 * mtbf, mtbf) == mtbf and formulas.lost_share(1, 9, 9, 1) == 1

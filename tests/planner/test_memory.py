@@ -57,6 +57,8 @@ def test_the_state_is_that_of_the_built_step(changes):
     assert (run.mesh.zero < 3) == (found["parameters"] == 4 * spec.parameter_count)
     assert found["optimizer state"] == held(state.opt_state.optimizer)
     assert found.get("moving average", 0) == held(state.ema)
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert 0 <= whole - memory.checkpoint_bytes(run, spec) < 100  # counters
 
 
 def test_the_state_is_what_the_compiler_calls_arguments():

@@ -15,7 +15,7 @@ import pytest
 from jaxdist import plan, train
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
-from jaxdist.planner import compiler, show, targets, timing, worker
+from jaxdist.planner import compiler, restarts, show, targets, timing, worker
 from jaxdist.planner import plan as plan_module
 from jaxdist.planner.compiler import CannotTell, CompileOptions, compile_run, compiler_flags
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
@@ -122,6 +122,23 @@ def test_figures_name_their_compiler_and_the_plan_another():
     )
     cuda = {"jax-cuda13-plugin": "0.11.2"}
     assert "jax-cuda13-plugin 0.11.2" in plan_module._other_compiler(timing.SURE["gpu"], "gpu", cuda)
+
+
+def test_checkpoints_and_failures_are_arithmetic():
+    run, target = run_of(TINY | {"checkpoint.every_steps": "100"}), targets.parse("v5p:2x2x4")
+    shape = plan_by_arithmetic(run, target).rules.shape  # fsdp 16, on 4 hosts
+    assumed = restarts.Assumptions(chip_hours_per_failure=160, host_storage_bytes_per_s=1e9)
+    known = {"assumed": assumed, "compile_s": 50.0}
+    found = restarts.estimate(run, shape, target, 240 * 10**9, step_s=2.0, **known)
+    assert found.device_bytes == 15e9 and found.blocking_s == pytest.approx(1.0)  # 15 GB/s to the host
+    assert found.write_s == pytest.approx(60) and found.restart_s == pytest.approx(60 + 50)
+    assert found.mtbf_s == pytest.approx(10 * 3600)
+    assert found.every_steps == pytest.approx(found.interval_s / 2, abs=1) and 200 < found.interval_s < 300
+    assert 0 < found.lost_share < found.configured_lost_share + 1e-3 < 0.05
+    inside = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, asynchronous=False))
+    assert restarts.estimate(inside, shape, target, 240 * 10**9, step_s=2.0, **known).blocking_s == 61
+    unknown = restarts.estimate(run, shape, target, 1, step_s=None, **known)
+    assert unknown.every_steps is unknown.configured_lost_share is None
 
 
 MIB = 2**20
