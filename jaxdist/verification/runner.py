@@ -180,7 +180,7 @@ def _observe_all(
 
 def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
     excluded = comparison.rounding_alone(expected["float32"].gradients)
-    return [comparison.compare(name, p, observed, expected[p], excluded) for p, observed in seen.items()]
+    return [comparison.compare(name, p, observed, expected, excluded) for p, observed in seen.items()]
 
 
 def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:

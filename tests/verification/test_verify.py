@@ -147,8 +147,11 @@ def observed(loss=2.0, gradient=1.0, parameter=1.0, initial=0.5) -> Observed:
     return Observed(loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])})
 
 
+ONE = dict.fromkeys(BANDS, observed())
+
+
 def test_equal_is_equal():
-    result = compare("x", "float32", observed(), observed(), ())
+    result = compare("x", "float32", observed(), ONE, ())
     assert result.passed and result.init_equal and result.grad_error == 0
 
 
@@ -165,16 +168,30 @@ def test_equal_is_equal():
     ],
 )
 def test_every_error_alone_is_a_failure(wrong):
-    result = compare("x", "float32", observed(**wrong), observed(), ())
+    result = compare("x", "float32", observed(**wrong), ONE, ())
     assert not result.passed and "NOT EQUAL" in comparison.row(result)
 
 
 def test_a_gradient_where_there_is_none_is_a_failure():
     seen = observed()
     seen.gradients["idle"][0] = 1e-9
-    result = compare("x", "bfloat16", seen, observed(), ())
+    result = compare("x", "bfloat16", seen, ONE, ())
     assert not result.passed and result.worst == "idle"
-    assert compare("x", "bfloat16", seen, observed(), {"idle"}).passed
+    assert compare("x", "bfloat16", seen, ONE, {"idle"}).passed
+
+
+@pytest.mark.parametrize(
+    ("gradient", "passes"), [(0.88, True), (0.84, False), (1.16, False), (math.nan, False)]
+)
+def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float32(gradient, passes):
+    """One device rounds 1 to 1.1: a layout may be as far from 1, but not much farther."""
+    expected = {"float32": observed(), "bfloat16": observed(gradient=1.1)}
+    result = compare("x", "bfloat16", observed(gradient=gradient), expected, ())
+    assert result.grad_error > BANDS["bfloat16"].gradient or math.isnan(gradient)
+    assert result.passed == result.by_rounding == passes
+    assert comparison.row(result).endswith("equal *") == passes
+    exact = {"float32": observed(gradient=1.1), "bfloat16": observed(gradient=1.1)}
+    assert not compare("x", "bfloat16", observed(gradient=gradient), exact, ()).passed
 
 
 def test_leaves_of_rounding_alone_are_found():
