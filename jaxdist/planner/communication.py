@@ -296,12 +296,13 @@ def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float
         spent = f"{time_text(seconds)} a step{share}" if seconds else ""
         if asynchronous:
             whole = time_text(sum(one.step_s for one in group))
-            said = f"run beside compute that does not cover them: {spent} of {whole} exposed"
+            said = f"beside compute that is too short: {spent} of {whole} exposed"
         else:
-            said = f"are synchronous, nothing runs beside them{f': {spent}' if spent else ''}"
+            are = "are" if count > 1 else "is"
+            said = f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
         why, cures = _why(group, chip), _cures(group, chip)
         yield (
-            f"{count} {kind}s over {axis}{place} {said} ({_places(group)})"
+            f"{count} {kind}{'s' * (count > 1)} over {axis}{place} {said} ({_places(group)})"
             f"{f'; {why}' if why else ''}; {', '.join(cures)}"
         )
 

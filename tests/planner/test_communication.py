@@ -284,7 +284,7 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
     assert "SparseCore did not take" in line and "precision.reduce" not in line
     half = dataclasses.replace(gather, hidden_s=gather.step_s / 2)
     (line,) = warned([half], chip=v5e, step_s=10 * gather.step_s)
-    assert "does not cover them" in line and "gather of blocks/attention/query" in line
+    assert "compute that is too short" in line and "gather of blocks/attention/query" in line
     assert not warned([dataclasses.replace(gather, hidden_s=gather.step_s)], chip=v5e, step_s=gather.step_s)
     assert not warned([half], chip=v5e, step_s=1000 * gather.step_s)
 
