@@ -110,7 +110,7 @@ def _verify(flags: argparse.Namespace) -> Result:
     rows = _rows(folder, **how) if only is None else [_row(folder, only, **how)]
     good = ["fault" not in row for row in rows]
     code = 0 if good and all(good) else 1 if any(good) else config.EXIT_NO_CHECKPOINT
-    return {"folder": str(folder), "steps": rows}, code
+    return {"folder": str(folder), "steps": rows, "good": f"{sum(good)} of {len(good)}"}, code
 
 
 def _diff(flags: argparse.Namespace) -> Result:

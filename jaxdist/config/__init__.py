@@ -86,11 +86,18 @@ def is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
-    choices = list(choices)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    choices, leaf = list(choices), name.rpartition(".")[2]
+    leaves = {choice: choice.rpartition(".")[2] for choice in choices}
+    near = [choice for choice, one in leaves.items() if "_" in one and _initials(one) == leaf]  # lr, wd
+    if not near:  # of `optimizer.wd` the group alone is like that of `optimizer.b2`
+        close = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+        near = [one for one in close if difflib.SequenceMatcher(None, leaf, leaves[one]).ratio() >= 0.4]
     if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
-        leaf = name.rpartition(".")[2]
-        near = [choice for choice in choices if choice.rpartition(".")[2] == leaf][:1]
+        near = [choice for choice, one in leaves.items() if one == leaf]
     return f" Did you mean {near[0]}?" if near else ""

@@ -187,10 +187,14 @@ def _rule_faults(config: Any) -> Iterator[str]:
 
 
 def unknown_field(path: str, schema: Iterable[str]) -> str:
+    schema = list(schema)
     inside = [name for name in schema if name.startswith(path + ".")]
     if inside:
         return f"{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
-    hint = suggest(path, schema) or " --help with this --config lists all fields."
+    group = path.rpartition(".")[0]
+    beside = [name for name in schema if group and name.rpartition(".")[0] == group]
+    listed = f" There are {', '.join(beside)}." if 0 < len(beside) <= 8 else ""
+    hint = suggest(path, schema) or listed or " --help with this --config lists all fields."
     return f"{path}: no such field.{hint}"
 
 

@@ -96,6 +96,7 @@ def test_verify_finds_damage_and_says_how_bad_it_is(workdir, called):
     flip(a_data_file(workdir / "checkpoints" / "2"), 77)
     code, found = called("verify", workdir)
     assert code == 1 and ["fault" in row for row in found["steps"]] == [False, True]
+    assert found["good"] == "1 of 2"
     assert "has changed since it was sealed" in found["steps"][1]["fault"]
     assert called("verify", workdir / "checkpoints" / "1")[0] == 0
     (workdir / "checkpoints" / "1" / "manifest.json").unlink()

@@ -249,6 +249,22 @@ def test_what_python_prints_is_read_back(dims, rate, name):
     assert schema.parse_value(repr(name), SCHEMA["name"]) == name
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    {
+        "optimizer.lr": " Did you mean optimizer.learning_rate?",
+        "optim.wd": " Did you mean optimizer.weight_decay?",
+        "optimizer.beta2": " Did you mean optimizer.b2?",
+        "precision.dtype": " There are precision.params, precision.compute.",
+        "optimizer.xyz": " There are optimizer.learning_rate, optimizer.weight_decay, optimizer.b2.",
+    }.items(),
+)
+def test_an_unknown_key_gets_a_field_like_it_or_those_beside_it(path, hint):
+    known = ["optimizer.learning_rate", "optimizer.weight_decay", "optimizer.b2"]
+    known += ["precision.params", "precision.compute"]
+    assert schema.unknown_field(path, known) == f"{path}: no such field.{hint}"
+
+
 def test_overrides_apply_together_or_not_at_all():
     tree = schema.to_config_dict(Run())
     bad = {"seed": "5", "stps": "1", "batch": "4", "rate": "x", "global_size": "1"}
