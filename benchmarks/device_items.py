@@ -31,6 +31,7 @@ import measuring
 import ml_dtypes
 import numpy as np
 import sides
+from on_device import last_rows
 from safetensors.numpy import save_file
 
 from jaxdist.inference.decoding import SamplingConfig
@@ -102,7 +103,7 @@ def machine(run: RunConfig, flags: argparse.Namespace) -> Item:
         "nvidia_smi": _last_line("nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv"),
         "flags": {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
     }
-    matmul = ", ".join(f"{dtype} {rate / 1e12:,.1f}" for dtype, rate in rates.items())
+    matmul = ", ".join(f"{dtype} {rate / 1e12:,.3g}" for dtype, rate in rates.items())
     return record, f"{device.device_kind}: matmul {matmul} TFLOP/s, copy {copied / 1e9:,.0f} GB/s"
 
 
@@ -252,11 +253,10 @@ def predicted(run: RunConfig, flags: argparse.Namespace) -> Item:
 
 def _measured(flags: argparse.Namespace) -> dict[str, Any] | None:
     """Returns jaxdist's side of the item --measured in --records, if it is there."""
-    if not flags.records or not Path(flags.records).is_file():
+    if not flags.records:
         return None
-    rows = [json.loads(line) for line in Path(flags.records).read_text().splitlines()]
-    done = [row["record"] for row in rows if row["item"] == flags.measured and row["status"] == "done"]
-    return done[-1]["sides"]["jaxdist"] if done else None
+    row = last_rows(Path(flags.records).parent).get(flags.measured, {})
+    return row["record"]["sides"]["jaxdist"] if row.get("status") == "done" else None
 
 
 # ------------------------------------------------------------------------------------- generation

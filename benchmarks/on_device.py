@@ -149,7 +149,7 @@ def main() -> int:
     ends = time.monotonic() + 60 * flags.budget_minutes - SPARE_S if flags.budget_minutes else None
     for item in left:
         seconds = item.limit_s if ends is None else min(item.limit_s, ends - time.monotonic())
-        if seconds < (10 if tiny else item.usual_s):
+        if seconds < min(item.limit_s, 10 if tiny else item.usual_s):
             print(f"{item.name}: not begun, {max(seconds, 0):.0f} s of the budget are left", flush=True)
             continue  # a shorter one may still fit
         row = run_item(item, tiny, out, seconds, lead)
@@ -338,10 +338,12 @@ def _is_left(item: Item, rows: Mapping[str, dict[str, Any]], retry: bool) -> boo
 
 
 def _keep(out: Path, row: dict[str, Any]) -> None:
-    """Appends a row by one write."""
-    handle = os.open(out / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Appends a row by one write, on a line of its own after one that was torn."""
+    file = out / RECORDS
+    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(handle, (json.dumps(row) + "\n").encode())
+        os.write(handle, ("\n" * torn + json.dumps(row) + "\n").encode())
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -3,7 +3,8 @@
     python benchmarks/startup.py --shape quick --rounds 5 --out benchmarks/results/startup.json
 
 Each start is a process of its own, the two sides in turn, same model, same token file. `cold` has
-an empty compile cache, `warm` the one that the cold start of the same side just wrote. A start
+an empty compile cache, `warm` the one that the cold start of the same side just wrote; the bytecode of all
+modules is there, as pip leaves it, whatever PYTHONDONTWRITEBYTECODE says. A start
 ends when the first row of metrics is on disk (jaxdist) or on standard output (hand-written).
 """
 
@@ -35,6 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, flags.shape)
+        write_bytecode(folder)
         rounds = [one_round(folder, flags, number) for number in range(flags.rounds)]
     record = measuring.record_head(sys.argv[1:]) | {"shape": flags.shape, "rounds": rounds}
     for kind in ("cold", "warm"):
@@ -86,6 +88,19 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
     np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16).tofile(folder / "tokens.bin")
 
 
+def write_bytecode(folder: Path) -> None:
+    """Imports what both sides import, so that no measured start compiles Python."""
+    modules = "import jaxdist.train, handwritten"
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), _environment()["PYTHONPATH"]])}
+    environment = _environment() | _bytecode(folder) | paths
+    subprocess.run([sys.executable, "-c", modules], check=True, env=environment)
+
+
+def _bytecode(folder: Path) -> dict[str, str]:
+    """Returns the variables that keep bytecode in the benchmark's folder."""
+    return {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def one_round(folder: Path, flags: argparse.Namespace, number: int) -> dict:
     """Returns {"cold": {side: (wall, processor)}, "warm": ...}; sides change places every round."""
     out: dict[str, dict] = {"cold": {}, "warm": {}}
@@ -111,10 +126,11 @@ def start(side: str, cache: Path, workdir: Path, shape: str) -> measuring.Timing
         command = [sys.executable, "-m", "jaxdist.train", *config]
     else:
         command = [sys.executable, __file__, "--shape", shape, "--child", str(workdir)]
-    environment = _environment() | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-    }
+    environment = (
+        _environment()
+        | _bytecode(folder)
+        | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    )
     began = time.perf_counter()
     with open(workdir.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -70,6 +70,7 @@ def pytest_configure(config) -> None:
         if _PLATFORM_IS_OURS and importlib.util.find_spec("jax_plugins"):
             os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        os.environ["JAX_NUMPY_RANK_PROMOTION"] = "allow"  # jax's own code around cuDNN's kernels is not ours
 
 
 @pytest.hookimpl(optionalhook=True)
