@@ -127,13 +127,17 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
     default = restarts.Assumptions()
     parser.add_argument(
-        "--chip-hours-per-failure", type=_positive, default=default.chip_hours_per_failure,
+        "--chip-hours-per-failure",
+        type=_positive,
+        default=default.chip_hours_per_failure,
         help="of the machine; for the best interval between saves (%(default)g: 16,384 H100 in 2024)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--host-storage", type=_positive, default=default.host_storage_bytes_per_s / 1e9,
+        "--host-storage",
+        type=_positive,
+        default=default.host_storage_bytes_per_s / 1e9,
         help="GB/s that one host writes to storage and reads from it (%(default)g)",
-    )  # fmt: skip
+    )
     parser.add_argument("--workdir", help="keep the plan there as plan.json and plan.txt")
     return parser
 
