@@ -23,9 +23,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
-from jaxdist.planner import restarts, search, show, targets
+from jaxdist.planner import fewest, restarts, search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, workdir
+from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles
 
@@ -33,6 +34,8 @@ MOST_CHECKED = 3  # edits that --fix compiles
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, run = cli.parse(_parser(), arguments)
+    if flags.fewest:
+        return _fewest(run, flags)
     target = _target(flags.on)
     if flags.search and target.platform == "cpu":
         raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
@@ -62,6 +65,21 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(report, indent=1))
     return code
+
+
+def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
+    """Looks for the smallest machine of a family; returns the exit code."""
+    if flags.search or flags.fix or flags.on != "here" or flags.workdir:
+        raise ConfigError("--fewest chooses the machine: leave out --on, --search, --fix and --workdir")
+    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
+    with _progress() as say:
+        found = fewest.fewest(run, flags.fewest, say=say)
+    report = found.to_json()
+    if flags.json:
+        print(json.dumps(report, indent=1))
+    else:
+        fewest.show(report, Console(width=None if sys.stdout.isatty() else 120))
+    return found.exit_code
 
 
 def _first(ranking: search.Ranking) -> Plan:
@@ -120,6 +138,7 @@ def _positive(text: str) -> float:
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
     parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here")
+    parser.add_argument("--fewest", metavar="FAMILY", help="the smallest h100, v5e, h100@25GB/s that fits")
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")

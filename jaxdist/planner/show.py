@@ -194,7 +194,7 @@ def _time(plan: Json) -> Iterator[RenderableType]:
         yield Text(_cost(cost, unit))
     yield Text(f"how sure: {time['sure']}", style="dim")
     for note in time["notes"]:
-        yield Text(f"left out: {note}", style="dim")
+        yield Text(f"note: {note}", style="dim")
 
 
 def _restarts(restarts: Json) -> Iterator[RenderableType]:
@@ -205,9 +205,9 @@ def _restarts(restarts: Json) -> Iterator[RenderableType]:
     yield Text(f"a save stops training for {pause} and is on storage after {written}")
     if restarts["every_steps"]:
         text = f"best is to save every {duration_text(restarts['interval_s'])} (checkpoint.every_steps="
-        text += f"{restarts['every_steps']}): saves and failures take {percent_text(restarts['lost_share'])}"
+        text += f"{restarts['every_steps']}): saves and failures take {100 * restarts['lost_share']:.2g} %"
         if (own := restarts["configured_lost_share"]) is not None:
-            text += f" of the time, as configured {percent_text(own)}"
+            text += f" of the time, as configured {100 * own:.2g} %"
         yield Text(text)
     again = duration_text(restarts["restart_s"])
     yield Text(

@@ -186,6 +186,34 @@ ENTRY %main (p: f32[]) -> f32[] {{
     assert sum([0.1] * 10) < 1 and time.hidden_s == pytest.approx(1) and time.uncovered_s == 0
 
 
+def test_the_low_end_takes_fused_backward_products_at_the_rate_of_single_ones():
+    product = "f32[4096,4096] convolution(%a, %a), dim_labels=bf_io->bf"
+    stack = 'metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
+
+    def program(op_name: str) -> str:
+        return f"""HloModule test
+
+%inside (a: f32[4096,4096]) -> f32[4096,4096] {{
+  %a = f32[4096,4096] parameter(0)
+  ROOT %product = {product}
+}}
+
+ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
+  %p = f32[4096,4096] parameter(0)
+  ROOT %fused = f32[4096,4096] fusion(%p), kind=kOutput, calls=%inside, {op_name}, {cycles(int(1.5e7))}
+}}
+"""
+
+    found = estimate(hlo.parse(program(stack)))
+    assert found.step_s == pytest.approx(0.010)  # as the compiler counts
+    assert found.low_s == pytest.approx(2 * 4096**3 / (0.98 * 197e12))
+    (note,) = found.notes
+    assert "93% of the step" in note and "backward products" in note
+    forward = estimate(hlo.parse(program(stack.replace("transpose(jvp())", "jvp()"))))
+    again = estimate(hlo.parse(program(stack.replace("dot_general", "rematted_computation/dot_general"))))
+    assert forward.low_s == again.low_s == pytest.approx(0.010) and forward.notes == again.notes == ()
+
+
 def test_a_real_gather_is_hidden_by_its_matmul():
     target, _ = CASES["v5e_fsdp256"]
     module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())

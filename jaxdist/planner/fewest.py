@@ -1,0 +1,232 @@
+"""The smallest machine of a family that a run fits: sizes and ZeRO stages by arithmetic, the best compiled.
+
+The global batch and the numerics stay; the axes other than data and fsdp, too. Where a size does not hold
+the batch at once, it is cut into accumulation steps.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from jaxdist.config import ConfigError
+from jaxdist.hardware import chips
+from jaxdist.parallel.axes import divisors
+from jaxdist.planner import memory, targets
+from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
+from jaxdist.planner.show import new_table
+from jaxdist.planner.targets import Target
+from jaxdist.telemetry.units import GIB
+from jaxdist.trainer.run_config import RunConfig
+
+MOST_CHIPS = 16_384
+MOST_COMPILED = 3  # rows, the first ones that fit by arithmetic
+BEYOND = 1  # sizes of the table after the first that fits
+_ZEROS = (0, 1, 2, 3)
+_STATE = ("parameters", "optimizer state", "moving average")  # which no accumulation makes smaller
+
+
+@dataclass(frozen=True)
+class Row:
+    """A size and a ZeRO stage."""
+
+    run: RunConfig  # with the least accumulation that fits, or else the most
+    target: Target
+    zero: int
+    peak_bytes: int  # by arithmetic
+    capacity_bytes: int
+    plan: Plan | None = None  # compiled
+
+    @property
+    def fits(self) -> bool | None:
+        """By the compiler where it was asked, else by arithmetic."""
+        return self.plan.fits if self.plan else self.peak_bytes <= self.capacity_bytes
+
+    def overrides(self) -> list[str]:
+        """What it sets, as on the command line."""
+        mesh, parts = self.run.mesh, self.run.batch.accumulation
+        words = [f"mesh.data={mesh.data}", f"mesh.fsdp={mesh.fsdp}", f"mesh.zero={mesh.zero}"]
+        return words + [f"batch.accumulation={parts}"] * (parts > 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target.text,
+            "chips": self.target.num_chips,
+            "zero": self.zero,
+            "accumulation": self.run.batch.accumulation,
+            "arithmetic_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "compiled_bytes": self.plan and self.plan.peak_bytes,
+            "step_s": self.plan and self.plan.time.step_s,
+            "fits": self.fits,
+            "overrides": self.overrides(),
+        }
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The table, and the first row that the compiler takes."""
+
+    rows: Sequence[Row]
+    illegal: Mapping[str, str]  # size -> why the run cannot be laid out there
+    best: Row | None
+
+    @property
+    def exit_code(self) -> int:
+        if self.best:
+            return FITS
+        return CANNOT_TELL if any(row.fits is not False for row in self.rows) else DOES_NOT_FIT
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "best": self.best and self.best.to_json(),
+            "rows": [row.to_json() for row in self.rows],
+            "illegal": dict(self.illegal),
+        }
+
+
+def fewest(
+    run: RunConfig,
+    family: str,
+    *,
+    options: CompileOptions | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Fewest:
+    """Returns the sizes of a family, h100 or h100@25GB/s, up to one beyond the first that fits.
+
+    Raises:
+      ConfigError: no such family, or the run is legal on none of its sizes.
+      MissingExtra: the family's compiler is not installed.
+    """
+    rows, illegal, compiled, beyond = list[Row](), dict[str, str](), 0, 0
+    best: Row | None = None
+    for target in sizes(family):
+        try:
+            stages = list(_rows(run, target))
+        except ConfigError as error:
+            illegal[target.text] = error.faults[0]
+            continue
+        say(f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic")
+        # Weights are gathered once more for each part, so fewer parts come before a lower ZeRO stage.
+        for row in sorted((row for row in stages if row.fits), key=_by_work):
+            if not best and compiled < MOST_COMPILED:
+                compiled += 1
+                asked = replace(row, plan=make_plan(row.run, target, options=options, say=say))
+                stages[stages.index(row)] = asked
+                best = asked if asked.fits else None
+        rows += stages
+        beyond += bool(best) or compiled == MOST_COMPILED
+        if beyond > BEYOND:
+            break
+    if not rows:
+        raise ConfigError(f"--fewest={family}: {next(iter(illegal.values()), 'there are no sizes')}")
+    return Fewest(rows, illegal, best)
+
+
+def _by_work(row: Row) -> tuple[int, int]:
+    return row.run.batch.accumulation, row.zero
+
+
+def sizes(family: str) -> Iterator[Target]:
+    """Yields the targets of a family that are sold, the smallest first; `family` may name a network.
+
+    Raises:
+      ConfigError: there is no such family.
+    """
+    name, at, network = family.strip().partition("@")
+    chip = chips.FAMILIES.get(name.lower())
+    if chip is None:
+        known = ", ".join(chips.FAMILIES)
+        raise ConfigError(f"--fewest={family}: must be a family of chips, {known}, as in --fewest h100")
+    texts = ("x".join(map(str, dims)) for dims in (_slices(chip) if chip.torus_dims else _hosts(chip)))
+    for text in texts:
+        try:
+            yield targets.parse(f"{name}:{text}{at}{network}")
+        except ConfigError:
+            if at or chip.network_bytes_per_s:
+                raise
+            return  # larger ones need a network
+
+
+def _hosts(chip: chips.Chip) -> Iterator[tuple[int, int]]:
+    """Yields (hosts, GPUs of each) in powers of two."""
+    most = chip.chips_per_host
+    inside = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most]
+    yield from ((1, n) for n in [*inside, most])
+    yield from ((2**n, most) for n in range(1, 15) if 2**n * most <= MOST_CHIPS)
+
+
+def _slices(chip: chips.Chip) -> Iterator[tuple[int, ...]]:
+    """Yields shapes of slices, then of several of the largest where those are not built from cubes."""
+    yield from chip.slices
+    dims = [4, 4, 4]
+    while chip.max_slice_chips and chip.legal_slice(tuple(dims)):
+        yield tuple(dims)
+        dims[dims.count(min(dims)) - 1] *= 2  # 4x4x4, 4x4x8, 4x8x8, 8x8x8 ...
+    if not chip.max_slice_chips:
+        yield from ((*chip.slices[-1], n) for n in (2, 4, 8, 16))
+
+
+def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
+    """Yields a row for each ZeRO stage that is another layout on this size.
+
+    Raises:
+      ConfigError: none is legal.
+    """
+    error, found = ConfigError(f"{target.text}: no layout"), False
+    for zero in _ZEROS if target.num_devices > 1 else (0,):
+        shares: dict[str, Any] = (
+            {"data": 1, "fsdp": -1, "zero": zero} if zero else {"data": -1, "fsdp": 1, "zero": 3}
+        )
+        if target.num_slices > 1 and zero:
+            shares |= {"data": target.num_slices}
+        try:
+            yield _row(replace(run, mesh=replace(run.mesh, **shares)), target, zero)
+            found = True
+        except ConfigError as refusal:
+            error = refusal
+    if not found:
+        raise error
+
+
+def _row(run: RunConfig, target: Target, zero: int) -> Row:
+    """Returns the row with the least accumulation that fits by arithmetic, or else with the most."""
+    most, best = capacity(target) or 0, None
+    for parts in divisors(run.batch.global_size):
+        tried = replace(run, batch=replace(run.batch, accumulation=parts))
+        try:
+            _, rules, spec = targets.validate_for(tried, target)
+        except ConfigError:
+            if best is None:
+                raise
+            break
+        components = memory.components(tried, spec, rules, target)
+        peak, state = memory.accounted_peak(components), sum(components.get(name, 0) for name in _STATE)
+        if best is None or peak < best.peak_bytes:
+            best = Row(tried, target, zero, peak, most)
+        if peak <= most or state > most or tried.mesh.pipeline > 1:
+            break
+    assert best is not None
+    return best
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Prints the JSON of a `Fewest`."""
+    table = new_table("size", ">chips", ">ZeRO", ">accumulation", ">arithmetic GiB", ">compiled GiB", "")
+    for row in found["rows"]:
+        asked = row["compiled_bytes"]
+        verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[row["fits"]]
+        numbers = (row["chips"], row["zero"], row["accumulation"], f"{row['arithmetic_bytes'] / GIB:.1f}")
+        compiled = f"{asked / GIB:.1f}" if asked else ""
+        table.add_row(row["target"], *map(str, numbers), compiled, verdict)
+    console.print(table, highlight=False)
+    for size, reason in found["illegal"].items():
+        console.print(f"{size}: not legal: {reason}", highlight=False, markup=False, soft_wrap=True)
+    if best := found["best"]:
+        words = " ".join(f"--config.{word}" for word in best["overrides"])
+        line = f"the smallest: --on {best['target']} {words}"
+    else:
+        line = "no size fits; more accumulation, remat.policy=full or another family may"
+    console.print(line + "\n", highlight=False, markup=False, soft_wrap=True)
