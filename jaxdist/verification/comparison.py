@@ -123,8 +123,8 @@ def compare(
     outside = [leaf for leaf, error in gradients.items() if not error <= bands.gradient]
     exact = expected["float32"].gradients
     by_rounding = bool(outside) and not rounded and _as_near(seen, reference, exact, outside)
-    gradient = math.inf if by_rounding else bands.gradient
-    limits = (bands.loss, gradient, bands.parameter, math.inf if rounded else bands.update)
+    widest = math.inf if by_rounding else bands.gradient
+    limits = (bands.loss, widest, bands.parameter, math.inf if rounded else bands.update)
     passed = equal and all(error <= limit for error, limit in zip(errors, limits, strict=True))
     return Result(name, precision, *errors, equal, passed, worst, by_rounding)
 
