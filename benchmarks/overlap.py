@@ -87,15 +87,14 @@ def row(name: str, layout: Layout, plan: Plan, version: str) -> dict[str, Any]:
     """Returns a row of the table; times in ms, memory in GiB."""
     found = {"layout": name, "version": version, "target": layout.target, "command": command(layout)}
     done, time = plan.compiled, plan.time
-    if done is None or time.low_s is None:
+    if done is None or time.step_s is None:
         return found | {"why": plan.exit_reason}
-    sync = math.fsum(one.step_s for one in plan.collectives if not one.asynchronous)
-    exposed, step = sync + time.uncovered_s, time.low_s + sync + time.uncovered_s
+    exposed = math.fsum(one.exposed_s for one in plan.collectives)
     longest = sorted(plan.collectives, key=lambda one: -one.exposed_s)[:3]
     return found | {
-        "step_ms": round(1e3 * step, 1),
+        "step_ms": round(1e3 * time.step_s, 1),
         "exposed_ms": round(1e3 * exposed, 1),
-        "exposed_share": round(exposed / step, 4),
+        "exposed_share": round(exposed / time.step_s, 4),
         "covered_ms": round(1e3 * time.hidden_s, 1),
         "peak_gib": round(done.peak_bytes / GIB, 2),
         "temp_gib": round(done.temp_bytes / GIB, 2),
