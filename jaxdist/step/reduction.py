@@ -34,18 +34,24 @@ def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Red
     if not axes or (parts == 1 and sizes["pipeline"] == 1):
         return Reduction((), "")
     over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
-    why = "mesh.reduce=each" if setting == "each" else obstacle(spec)
+    why = "mesh.reduce=each" if setting == "each" else obstacle(spec, rules)
     return Reduction((), over, why) if why else Reduction(axes, over)
 
 
-def obstacle(spec: ModelSpec) -> str:
+def obstacle(spec: ModelSpec, rules: Rules) -> str:
     """Returns why a model's parts may not be added up by replica; "" if they may."""
-    name = spec.model_class.__name__
+    name, inside = spec.model_class.__name__, rules.inside(rules.replica_axes)
     if spec.streams:
         where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
         return f"{name} draws from its own nnx.Rngs ({where}), which each replica would draw alike"
     if not spec.sums_over_samples:
         return f"{name} does not say that its loss is a sum over samples (sums_over_samples = True)"
+    stored = (inside.stored(names, x.shape) for x, names in spec.named_parameters().values())
+    if not (spec.casts_itself or spec.staged) and any(any(where) for where in stored):
+        # XLA aborts on an index into what is split in a region (see `gradients`), and all may be indexed.
+        return (
+            f"{name} may look up by index what devices split; give it embed, blocks and head, or mesh.zero=1"
+        )
     return ""
 
 

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, files
 from jaxdist.models.transformer import Transformer
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import communication
+from jaxdist.planner import communication, targets
 from jaxdist.planner.communication import Collective
+from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.plan import make_plan
 from jaxdist.protocols.model import sums_over_samples
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step import reduction
@@ -85,6 +87,22 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
     over = "gradients: summed over data 4"
     assert line("auto") == f"{over} once a step, ONCE MB a device (mesh.reduce=each: {each})"
     assert line("each") == f"{over} {each} a device (once a step: ONCE MB): mesh.reduce=each"
+
+
+class Table(nnx.Module):
+    """Sums over samples; without names fsdp splits its table."""
+
+    sums_over_samples = True
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (64, 64)))
+
+
+def test_a_table_that_may_be_looked_up_by_index_is_not_split_in_a_region():
+    spec = describe(lambda rngs: Table(rngs=rngs))
+    assert "by index" in reduction.choose(spec, rules_of(data=2, fsdp=4), "auto", parts=PARTS).why_each
+    assert reduction.choose(spec, rules_of(2, data=2, fsdp=4), "auto", parts=PARTS).once == ("data",)
+    assert reduction.choose(spec, rules_of(data=8), "auto", parts=PARTS).once == ("data",)
 
 
 class Renamed(Transformer):
@@ -230,3 +248,29 @@ def test_bfloat16_sums_cross_replicas_as_such_and_are_float32_again():
     exact = run(ONE, SMALL)
     assert 1e-5 < worst(reduced.gradients, exact.gradients) < 2e-2
     assert {x.dtype for x in jax.tree.leaves(reduced.gradients)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on", "needs"), [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda12_plugin")], ids=["tpu", "gpu"]
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 4, "zero": 1}, {"data": 4, "pipeline": 2}],
+)
+def test_accelerators_compilers_sum_over_replicas_once_a_step(on, needs, sizes, tmp_path):
+    pytest.importorskip(needs, reason="compiles ahead of time for what is not here")
+    config = files.load("quickstart", folders=files.packaged_folders())
+    config.mesh.update(sizes)
+    config.batch.global_size, config.model.num_layers = 64, 2
+    axes = ("data", "fsdp") if sizes.get("zero") == 1 else ("data",)
+    key = "microbatches" if "pipeline" in sizes else "accumulation"
+
+    def summed(parts: int) -> tuple[int, int, int]:
+        (config.pipeline if "pipeline" in sizes else config.batch)[key] = parts
+        options = CompileOptions(cache=tmp_path)
+        plan = make_plan(run_config.from_config(config), targets.parse(on), options=options)
+        return sums_over(plan.collectives, axes)
+
+    (_, four, in_loop), (_, eight, also_in_loop) = summed(4), summed(8)
+    assert four == eight and not in_loop + also_in_loop
