@@ -153,9 +153,11 @@ class UserDataset(Dataset):
         """Returns the batch after `step` updates, checked."""
         name = f"batches: the one after {step} updates"
         try:
-            converted = _converted(name, compute(step))
+            given = compute(step)  # may have a ConfigError of its own to raise
         except NoBatch as error:
             raise SourceError(f"batches: {error}") from error
+        try:
+            converted = _converted(name, given)
         except ConfigError as error:
             raise SourceError(str(error)) from error
         this, first = (

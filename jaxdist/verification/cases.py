@@ -51,6 +51,8 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
         "batch.sequence_length": run.batch.sequence_length,
         "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
     }
+    # No sample is written, and the shrunk model may be too short for one.
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, sample_tokens=0))
     if run.data.is_text:
         new["batch.sequence_length"] = min(32, run.batch.sequence_length)
         run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxdist import verify
 from jaxdist.config import EXIT_CONFIG, ConfigError, files, schema
-from jaxdist.trainer import cli, run_config
+from jaxdist.trainer import cli, run_config, validation
 from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
 
@@ -63,10 +63,15 @@ def test_shrinking_keeps_the_variants():
     changed = {change.path for change in schema.diff(*map(schema.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
     sizes = {f"model.{name}" for name in run.model_config.tiny(32)}
-    assert changed <= sizes | {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps"}
+    others = {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps", "train.sample_tokens"}
+    assert changed <= sizes | others
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
     assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
     assert any("num_layers 4 -> 2" in line for line in lines)
+    learned, _ = cases.shrink_config(
+        quickstart(**{"model.positions": "learned", "model.max_positions": 128}), 8
+    )
+    validation.validate_on(cases.with_values(learned, cases.ONE_DEVICE), 1)  # a sample would be too long
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "small"), [(12, 12, 8), (12, 1, 1), (16, 8, 4)])
