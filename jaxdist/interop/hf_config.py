@@ -60,9 +60,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 def _absence(folder: Path | str) -> str:
     """Returns what to say where no config.json is; a name of a hub is told as such."""
     if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
+        owner = Path(folder).parts[0]
+        name = "OWNER/MODEL" if owner == "models" else folder  # of the hub; "models" is where folders lie
         return (
             f"{folder}: no such folder here; if it is a model of the Hugging Face hub, nothing is downloaded "
-            f"unasked: hf download {folder} --local-dir models/{Path(folder).name}, then give that folder"
+            f"unasked: hf download {name} --local-dir models/{Path(folder).name}, then give that folder"
         )
     return f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote"
 

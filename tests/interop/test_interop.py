@@ -516,6 +516,7 @@ def test_pickled_weights_are_never_read(folder, shapes):
     (folder / "config.json").unlink()
     refused(folder, shapes, "no config.json there")
     refused("some-lab/small-7b", shapes, "hf download some-lab/small-7b --local-dir models/small-7b")
+    refused("models/small-7b", shapes, "hf download OWNER/MODEL --local-dir models/small-7b")
 
 
 def test_another_model_than_the_configs_is_refused(shapes):
