@@ -63,9 +63,16 @@ def test_an_edit_that_changes_the_losses_says_so(large):
 
 
 def test_the_cheapest_come_first(large):
-    words = [edit.words for edit in large[3][1:]]  # the first joins several
+    words = [edit.words for edit in large[3]]
     assert words[0].startswith("--config.batch.accumulation=") and words[-1] == "--on v5e:4x8"
-    assert large[3][0].words.count("--config.") > 1
+
+
+def test_edits_are_joined_where_none_alone_is_enough(large):
+    alone = [edit.words for edit in large[3]]
+    assert any(edit.enough for edit in large[3] if edit.override)
+    joined, *found = advised("llama3_8b", "v5e:4x4", capacity=13 * 2**30)[3]
+    assert joined.enough and joined.words.count("--config.") > 1
+    assert [edit.words for edit in found] == alone and not any(e.enough for e in found if e.override)
 
 
 def test_copies_are_shared_out_first():
