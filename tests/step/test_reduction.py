@@ -221,7 +221,9 @@ def test_accumulation_changes_nothing_of_what_crosses_replicas(layout, axes):
     four, eight = (sums_over(in_parts(layout, parts), axes) for parts in (4, 8))
     assert four == eight and not four[2]
     if layout.zero == 3 or layout.fsdp == 1:  # else one part's are summed in shards
-        assert abs(four[1] - sums_over(in_parts(layout, 1), axes)[1]) <= 64
+        one = sums_over(in_parts(layout, 1), axes)[1]
+        # With fsdp, the partitioner sums some of one part's gradients whole, before they are cut.
+        assert four[1] <= one + 64 if layout.fsdp > 1 else abs(four[1] - one) <= 64
 
 
 @pytest.mark.slow
@@ -235,11 +237,11 @@ def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
         batch = built.abstract_batch(batch_for(case))
         compiled = built.step.lower(built.abstract_state, batch).compile(FAST_COMPILE)
         moved = communication.collectives(hlo.parse(compiled.as_text()), built.rules.shape)
-        counted.add(sums_over(moved, axes))
+        counted.add(sums_over(moved, axes)[1:])  # in how many instructions they go, XLA's combiner decides
         in_ticks = [one for one in moved if one.in_loop and "data" in one.axis]
         assert not in_ticks  # no batch is gathered for the embedding
-    ((_, _, in_loop),) = counted
-    assert not in_loop
+    ((size, in_loop),) = counted
+    assert size and not in_loop
 
 
 @pytest.mark.slow
