@@ -177,13 +177,12 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
     """
     error, found = ConfigError(f"{target.text}: no layout"), False
     for zero in _ZEROS if target.num_devices > 1 else (0,):
-        shares: dict[str, Any] = (
-            {"data": 1, "fsdp": -1, "zero": zero} if zero else {"data": -1, "fsdp": 1, "zero": 3}
-        )
-        if target.num_slices > 1 and zero:
-            shares |= {"data": target.num_slices}
+        if zero:  # fsdp within a slice
+            mesh = replace(run.mesh, data=target.num_slices, fsdp=-1, zero=zero)
+        else:
+            mesh = replace(run.mesh, data=-1, fsdp=1, zero=3)
         try:
-            yield _row(replace(run, mesh=replace(run.mesh, **shares)), target, zero)
+            yield _row(replace(run, mesh=mesh), target, zero)
             found = True
         except ConfigError as refusal:
             error = refusal
