@@ -34,7 +34,7 @@ MOST_CHECKED = 3  # edits that --fix compiles
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, run = cli.parse(_parser(), arguments)
-    if flags.fewest:
+    if flags.fewest is not None:
         return _fewest(run, flags)
     target = _target(flags.on)
     if flags.search and target.platform == "cpu":
@@ -69,8 +69,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     """Looks for the smallest machine of a family; returns the exit code."""
-    if flags.search or flags.fix or flags.on != "here" or flags.workdir:
-        raise ConfigError("--fewest chooses the machine: leave out --on, --search, --fix and --workdir")
+    given = (
+        flags.search,
+        flags.fix,
+        flags.on != "here",
+        flags.workdir,
+        flags.tokens,
+        flags.price_per_chip_hour,
+    )
+    if any(given):
+        others = "--on, --search, --fix, --workdir, --tokens and --price-per-chip-hour"
+        raise ConfigError(f"--fewest chooses the machine and says no more: leave out {others}")
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     with _progress() as say:
         found = fewest.fewest(run, flags.fewest, say=say)

@@ -22,10 +22,9 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHIPS = 16_384
-MOST_COMPILED = 3  # rows, the first ones that fit by arithmetic
+MOST_SIZES = 3  # of which rows are compiled
 BEYOND = 1  # sizes of the table after the first that fits
 _ZEROS = (0, 1, 2, 3)
-_STATE = ("parameters", "optimizer state", "moving average")  # which no accumulation makes smaller
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Row:
         """What it sets, as on the command line."""
         mesh, parts = self.run.mesh, self.run.batch.accumulation
         words = [f"mesh.data={mesh.data}", f"mesh.fsdp={mesh.fsdp}", f"mesh.zero={mesh.zero}"]
-        return words + [f"batch.accumulation={parts}"] * (parts > 1)
+        return [*words, f"batch.accumulation={parts}"]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -100,7 +99,7 @@ def fewest(
       ConfigError: no such family, or the run is legal on none of its sizes.
       MissingExtra: the family's compiler is not installed.
     """
-    rows, illegal, compiled, beyond = list[Row](), dict[str, str](), 0, 0
+    rows, illegal, tried, beyond = list[Row](), dict[str, str](), 0, 0
     best: Row | None = None
     for target in sizes(family):
         try:
@@ -109,15 +108,16 @@ def fewest(
             illegal[target.text] = error.faults[0]
             continue
         say(f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic")
-        # Weights are gathered once more for each part, so fewer parts come before a lower ZeRO stage.
-        for row in sorted((row for row in stages if row.fits), key=_by_work):
-            if not best and compiled < MOST_COMPILED:
-                compiled += 1
-                asked = replace(row, plan=make_plan(row.run, target, options=options, say=say))
-                stages[stages.index(row)] = asked
-                best = asked if asked.fits else None
+        chosen = [] if best or tried == MOST_SIZES else _to_compile(stages)
+        for row in chosen:
+            asked = replace(row, plan=make_plan(row.run, target, options=options, say=say))
+            stages[stages.index(row)] = asked
+            if asked.fits:
+                best = asked
+                break
         rows += stages
-        beyond += bool(best) or compiled == MOST_COMPILED
+        tried += bool(chosen)
+        beyond += bool(best) or tried == MOST_SIZES
         if beyond > BEYOND:
             break
     if not rows:
@@ -125,8 +125,13 @@ def fewest(
     return Fewest(rows, illegal, best)
 
 
-def _by_work(row: Row) -> tuple[int, int]:
-    return row.run.batch.accumulation, row.zero
+def _to_compile(stages: Sequence[Row]) -> list[Row]:
+    """Returns of a size's rows that fit by arithmetic that with least work, then that with least memory."""
+    fit = [row for row in stages if row.fits]
+    # Weights are gathered once more for each part, so fewer parts come before a lower ZeRO stage.
+    by_work = sorted(fit, key=lambda row: (row.run.batch.accumulation, row.zero))
+    chosen = [*by_work[:1], *sorted(fit, key=lambda row: row.peak_bytes)[:1]]
+    return chosen[:1] if chosen[:1] == chosen[1:] else chosen
 
 
 def sizes(family: str) -> Iterator[Target]:
@@ -136,17 +141,20 @@ def sizes(family: str) -> Iterator[Target]:
       ConfigError: there is no such family.
     """
     name, at, network = family.strip().partition("@")
-    chip = chips.FAMILIES.get(name.lower())
+    name = chips.FAMILY_ALIASES.get(name.lower(), name.lower())
+    chip = chips.FAMILIES.get(name)
     if chip is None:
         known = ", ".join(chips.FAMILIES)
         raise ConfigError(f"--fewest={family}: must be a family of chips, {known}, as in --fewest h100")
     texts = ("x".join(map(str, dims)) for dims in (_slices(chip) if chip.torus_dims else _hosts(chip)))
-    for text in texts:
+    for text in (f"{name}:{dims}{at}{network}" for dims in texts):
         try:
-            yield targets.parse(f"{name}:{text}{at}{network}")
-        except ConfigError:
+            yield targets.parse(text)
+        except ConfigError as error:
             if at or chip.network_bytes_per_s:
-                raise
+                raise ConfigError(
+                    f"--fewest={family}:{error.faults[0].removeprefix(f'--on={text}:')}"
+                ) from error
             return  # larger ones need a network
 
 
@@ -193,18 +201,15 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
 def _row(run: RunConfig, target: Target, zero: int) -> Row:
     """Returns the row with the least accumulation that fits by arithmetic, or else with the most."""
     most, best = capacity(target) or 0, None
-    for parts in divisors(run.batch.global_size):
+    run = replace(run, batch=replace(run.batch, accumulation=1))
+    shape, rules, spec = targets.validate_for(run, target)
+    for parts in divisors(run.batch.global_size // shape.batch_shards):
         tried = replace(run, batch=replace(run.batch, accumulation=parts))
-        try:
-            _, rules, spec = targets.validate_for(tried, target)
-        except ConfigError:
-            if best is None:
-                raise
-            break
         components = memory.components(tried, spec, rules, target)
-        peak, state = memory.accounted_peak(components), sum(components.get(name, 0) for name in _STATE)
+        peak, state = memory.accounted_peak(components), sum(components.get(name, 0) for name in memory.STATE)
         if best is None or peak < best.peak_bytes:
             best = Row(tried, target, zero, peak, most)
+        # No accumulation makes the state smaller.
         if peak <= most or state > most or tried.mesh.pipeline > 1:
             break
     assert best is not None
@@ -217,6 +222,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     for row in found["rows"]:
         asked = row["compiled_bytes"]
         verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[row["fits"]]
+        verdict += " by arithmetic" if row["fits"] and not asked else ""
         numbers = (row["chips"], row["zero"], row["accumulation"], f"{row['arithmetic_bytes'] / GIB:.1f}")
         compiled = f"{asked / GIB:.1f}" if asked else ""
         table.add_row(row["target"], *map(str, numbers), compiled, verdict)
@@ -226,6 +232,10 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     if best := found["best"]:
         words = " ".join(f"--config.{word}" for word in best["overrides"])
         line = f"the smallest: --on {best['target']} {words}"
+    elif any(row["fits"] is not False for row in found["rows"]):
+        line = (
+            "no size is known to fit: the compiler took none that was compiled; plan a larger one with --on"
+        )
     else:
         line = "no size fits; more accumulation, remat.policy=full or another family may"
     console.print(line + "\n", highlight=False, markup=False, soft_wrap=True)

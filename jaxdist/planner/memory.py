@@ -33,6 +33,7 @@ from jaxdist.trainer.run_config import RunConfig
 
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
+STATE = ("parameters", "optimizer state", "moving average", "model state")  # what a checkpoint holds
 SHORT = 64  # tokens of a trace: one block of the reference attention
 LANES = 128  # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all of them
 

@@ -1,11 +1,15 @@
 """The smallest machine: sizes in order, ZeRO stages by arithmetic, what the compiler refuses is passed."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from jaxdist import plan
 from jaxdist.config import ConfigError, files
-from jaxdist.planner import fewest
+from jaxdist.planner import fewest, memory, targets
+from jaxdist.planner import plan as plan_module
 from jaxdist.planner.plan import plan_by_arithmetic
 from jaxdist.trainer import run_config
 from support.paths import CONFIGS
@@ -31,8 +35,11 @@ def test_sizes_are_those_that_are_sold():
     assert texts("v5p", 9)[4:] == ["4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"]
     assert texts("v5e", 10)[-2:] == ["16x16x2", "16x16x4"]
     assert texts("gb200", 8) == ["1x1", "1x2", "1x4", "1x8", "1x16", "1x32", "1x64", "1x72"]
+    assert texts("trillium", 1) == ["1x1"]  # another name of v6e
     with pytest.raises(ConfigError, match="must be a family of chips"):
         next(fewest.sizes("h9"))
+    with pytest.raises(ConfigError, match="^--fewest=h100@0GB/s: behind @"):
+        next(fewest.sizes("h100@0GB/s"))
 
 
 def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
@@ -54,11 +61,47 @@ def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
     assert [row.zero for row in by_size["h100:1x4"]] == [0, 1, 2, 3]
     assert found.exit_code == 0 and len(asked) == 2
     assert (found.best.target.text, found.best.run.mesh.zero) == asked[1][:2]
-    assert list(by_size)[-1] == "h100:1x8" if found.best.target.text == "h100:1x4" else True
+    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"] and list(by_size)[-1] == "h100:1x8"
     peaks = {row.zero: row.peak_bytes for row in by_size["h100:1x4"]}
     assert peaks[3] < peaks[1] < peaks[0]
     best = found.to_json()["best"]
     assert best["fits"] and any(word.startswith("mesh.fsdp=") for word in best["overrides"])
+    assert "batch.accumulation=1" in best["overrides"]  # whatever the config says
+
+
+def test_a_batch_is_cut_into_all_parts_that_its_shards_allow():
+    run = run_of("llama3_8b", **{"batch.global_size": 24, "remat.policy": "dots", "batch.accumulation": 8})
+    at_once = replace(run, batch=replace(run.batch, accumulation=1))
+    whole = plan_by_arithmetic(at_once, targets.parse("h100:1x8"))
+    (row,) = (row for row in fewest._rows(run, targets.parse("h100:1x8")) if row.zero == 3)
+    assert memory.accounted_peak(whole.components) > whole.capacity_bytes
+    assert row.fits and row.run.batch.accumulation == 3  # of 3 samples a device; 2 parts are none
+
+
+def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
+    asked = []
+
+    def compiled(run, target, **options):
+        asked.append(target.text)
+        return replace(plan_by_arithmetic(run, target), fits=False, peak_bytes=1)
+
+    monkeypatch.setattr(fewest, "make_plan", compiled)
+    assert plan.main(["--config=quickstart", "--fewest=h100", "--json"]) == plan_module.CANNOT_TELL
+    assert list(dict.fromkeys(asked)) == ["h100:1x1", "h100:1x2", "h100:1x4"]
+    assert all(asked.count(size) <= 2 for size in asked)
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] is None and found["rows"][-1]["target"] == "h100:1x8"
+    fewest.show(found, Console(width=120))
+    shown = capsys.readouterr().out
+    assert "no size is known to fit" in shown and "fits by arithmetic" in shown
+
+
+@pytest.mark.parametrize("more", [["--on=h100"], ["--tokens=1e9"], ["--search"], ["--workdir=w"]])
+def test_what_says_nothing_of_a_size_is_refused(more):
+    with pytest.raises(ConfigError, match="--fewest chooses the machine"):
+        plan.main(["--config=quickstart", "--fewest=h100", *more])
+    with pytest.raises(ConfigError, match="must be a family"):
+        plan.main(["--config=quickstart", "--fewest="])
 
 
 def test_a_run_that_is_legal_nowhere_says_why(monkeypatch):
