@@ -100,6 +100,7 @@ class Plan:
             self.rules.shape,
             self.target,
             memory.checkpoint_bytes(self.run, self.spec),
+            sum(self.components.get(name, 0) for name in memory.STATE),
             assumed=self.assumed,
             step_s=self.time.step_s,
             compile_s=self.compiled.cpu_seconds if self.compiled else 0.0,
@@ -240,7 +241,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
 
 def _other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:
     """Returns "; this plan is ..." where another compiler made the plan than the figures in `sure`."""
-    names = ("libtpu",) if platform == "tpu" else ("jax-cuda13-plugin", "jax-cuda12-plugin")
+    names = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}.get(platform, ())
     used = next((f"{name} {versions[name]}" for name in names if name in versions), "")
     return f"; this plan is compiled by {used}, of which nothing was compared" if used not in sure else ""
 

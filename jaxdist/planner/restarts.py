@@ -1,8 +1,8 @@
 """What a run's checkpoints weigh, how often to save, what a failure costs: arithmetic on assumptions."""
 
-import functools
-import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxdist.parallel.axes import STATE_AXES
 from jaxdist.parallel.mesh import MeshShape
@@ -13,6 +13,7 @@ from jaxdist.trainer.run_config import RunConfig
 # 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models", 2024, section 3.3.4.
 CHIP_HOURS_PER_FAILURE = 50_000.0
 HOST_STORAGE_BYTES_PER_S = 1e9  # assumed: what one host writes to and reads from storage
+_CHIPS_OF_HOST = {"gb200": 4}  # 18 trays of a rack: NVIDIA GB200 NVL72 datasheet; of others `Target.hosts`
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def estimate(
     shape: MeshShape,
     target: Target,
     num_bytes: int,
+    held_bytes: int,
     *,
     assumed: Assumptions,
     step_s: float | None,
@@ -54,37 +56,57 @@ def estimate(
 
     Args:
       num_bytes: of a checkpoint.
+      held_bytes: of it, that one device holds.
       compile_s: that compiling took here; a restart compiles again, or reads the compilation cache.
     """
-    axes = [axis for axis in STATE_AXES if axis != "fsdp" or run.mesh.zero]
-    shards = math.prod(shape.sizes[axis] for axis in axes)
-    device_bytes = num_bytes // shards
-    writers = max(1, target.hosts * shards // target.num_devices)  # hosts that hold the first replica
-    write_s = num_bytes / (writers * assumed.host_storage_bytes_per_s)
+    hosts, rate = _hosts(target), assumed.host_storage_bytes_per_s
+    # Processes share the writing of what they hold alike (`OrbaxBackend`); one alone writes its first copies.
+    device_bytes = num_bytes // target.num_devices if hosts > 1 else held_bytes
+    write_s = num_bytes / (hosts * rate)
     to_host = target.chip.pcie_bytes_per_s if target.chip else None
     copy_s = device_bytes / to_host if to_host else 0.0
-    blocking_s = copy_s if run.checkpoint.asynchronous else copy_s + write_s
+    save = run.checkpoint
+    blocking_s, late_s = (copy_s, write_s) if save.asynchronous else (copy_s + write_s, 0.0)
     mtbf_s = 3600 * assumed.chip_hours_per_failure / target.num_chips
-    # Every host reads the shards of its own devices.
-    restart_s = num_bytes / shards * target.num_devices / target.hosts / assumed.host_storage_bytes_per_s
-    restart_s += compile_s
+    # Every host reads once what its own devices hold.
+    read_s = min(num_bytes, held_bytes * _parts_of_host(run, shape, target.num_devices // hosts)) / rate
+
+    def lost(interval_s: float) -> float:
+        waits_s = min(max(0.0, late_s - interval_s), save.patience_s)  # for the save before
+        # Until it is on storage a save is of no use: the work since the one before it is lost.
+        again_s = read_s + compile_s + late_s
+        return formulas.lost_share(interval_s, blocking_s + waits_s, again_s, mtbf_s)
+
     # One save after the other, and none more often than its copy can be written.
     interval_s = max(formulas.checkpoint_interval(blocking_s, mtbf_s), write_s)
     configured = _configured(run, step_s)
-    lost = functools.partial(formulas.lost_share, save_s=blocking_s, restart_s=restart_s, mtbf_s=mtbf_s)
     return Restarts(
         checkpoint_bytes=num_bytes,
         device_bytes=device_bytes,
         blocking_s=blocking_s,
         write_s=write_s,
         mtbf_s=mtbf_s,
-        restart_s=restart_s,
+        restart_s=read_s + compile_s,
         interval_s=interval_s,
         lost_share=lost(interval_s),
         every_steps=max(1, round(interval_s / step_s)) if step_s else None,
         configured_lost_share=lost(configured) if configured else None,
         assumed=assumed,
     )
+
+
+def _hosts(target: Target) -> int:
+    """Returns the machines of a target, of which several may share one NVLink domain."""
+    chips = _CHIPS_OF_HOST.get(target.family)
+    return -(-target.num_chips // chips) if chips else target.hosts
+
+
+def _parts_of_host(run: RunConfig, shape: MeshShape, devices: int) -> int:
+    """Returns how many different shards of the state are on the devices of one host, the first."""
+    places = np.unravel_index(np.arange(devices), tuple(shape.sizes.values()))
+    split = {axis for axis in STATE_AXES if axis != "fsdp" or run.mesh.zero}
+    rows = [row for axis, row in zip(shape.sizes, places, strict=True) if axis in split]
+    return len(set(zip(*rows, strict=True)))
 
 
 def _configured(run: RunConfig, step_s: float | None) -> float | None:

@@ -202,6 +202,7 @@ def _restarts(restarts: Json) -> Iterator[RenderableType]:
     size, share = gib_text(restarts["checkpoint_bytes"]), gib_text(restarts["device_bytes"])
     pause, written = time_text(restarts["blocking_s"]), duration_text(restarts["write_s"])
     yield Text(f"a checkpoint has {size}, {share} of it from a device")
+    pause = pause if restarts["blocking_s"] else "an unknown time (no rate to the host is published)"
     yield Text(f"a save stops training for {pause} and is on storage after {written}")
     if restarts["every_steps"]:
         text = f"best is to save every {duration_text(restarts['interval_s'])} (checkpoint.every_steps="

@@ -122,6 +122,7 @@ def test_figures_name_their_compiler_and_the_plan_another():
     )
     cuda = {"jax-cuda13-plugin": "0.11.2"}
     assert "jax-cuda13-plugin 0.11.2" in plan_module._other_compiler(timing.SURE["gpu"], "gpu", cuda)
+    assert not plan_module._other_compiler("unknown", "cpu", cuda)
 
 
 def test_checkpoints_and_failures_are_arithmetic():
@@ -129,16 +130,43 @@ def test_checkpoints_and_failures_are_arithmetic():
     shape = plan_by_arithmetic(run, target).rules.shape  # fsdp 16, on 4 hosts
     assumed = restarts.Assumptions(chip_hours_per_failure=160, host_storage_bytes_per_s=1e9)
     known = {"assumed": assumed, "compile_s": 50.0}
-    found = restarts.estimate(run, shape, target, 240 * 10**9, step_s=2.0, **known)
+    found = restarts.estimate(run, shape, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known)
     assert found.device_bytes == 15e9 and found.blocking_s == pytest.approx(1.0)  # 15 GB/s to the host
     assert found.write_s == pytest.approx(60) and found.restart_s == pytest.approx(60 + 50)
     assert found.mtbf_s == pytest.approx(10 * 3600)
     assert found.every_steps == pytest.approx(found.interval_s / 2, abs=1) and 200 < found.interval_s < 300
     assert 0 < found.lost_share < found.configured_lost_share + 1e-3 < 0.05
-    inside = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, asynchronous=False))
-    assert restarts.estimate(inside, shape, target, 240 * 10**9, step_s=2.0, **known).blocking_s == 61
-    unknown = restarts.estimate(run, shape, target, 1, step_s=None, **known)
+
+    def estimate(**checkpoint):
+        changed = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **checkpoint))
+        return restarts.estimate(changed, shape, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known)
+
+    assert estimate(asynchronous=False).blocking_s == 61
+    # Each save waits 30 s (patience_s) for the one before, of 60 s.
+    assert estimate(every_steps=10).configured_lost_share > 30 / 51
+    unknown = restarts.estimate(run, shape, target, 1, 1, step_s=None, **known)
     assert unknown.every_steps is unknown.configured_lost_share is None
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "device", "write", "read"),
+    [
+        ("h100:1x8", {"data": 8}, 96, 96, 96),  # a host reads once what its devices hold alike
+        ("h100:1x8", {"fsdp": 8, "zero": 1}, 40, 96, 96),  # weights whole on each device
+        ("h100:8x8", {"data": 8, "fsdp": 8}, 1.5, 12, 96),  # all hosts write
+        ("h100:8x8", {"data": 8, "pipeline": 8}, 1.5, 12, 12),  # a stage a host
+        ("gb200:2x72", {"data": 36, "fsdp": 4}, 96 / 144, 96 / 36, 96),  # 36 machines in two racks
+    ],
+)
+def test_who_writes_and_reads_a_checkpoint(on, mesh, device, write, read):
+    sizes = {f"mesh.{name}": str(size) for name, size in ({"data": 1, "fsdp": 1} | mesh).items()}
+    words = ["--config=llama3_8b", "--config.batch.global_size=9216"]
+    words += [f"--config.{name}={value}" for name, value in sizes.items()]
+    _, run = cli.parse(cli.ConfigParser("test", None), words)
+    found = plan_by_arithmetic(run, targets.parse(on)).to_json()["restarts"]
+    assert found["checkpoint_bytes"] == pytest.approx(96.4e9, rel=1e-3)  # 12 bytes of each weight
+    seen = found["device_bytes"] / 1e9, found["write_s"], found["restart_s"]
+    assert seen == pytest.approx((device, write, read), rel=0.02)
 
 
 MIB = 2**20
