@@ -35,7 +35,7 @@ class Collective:
     """One collective of the program; bytes are of one execution on one device."""
 
     kind: str  # of KINDS
-    axis: str  # mesh axes it spans, "data+fsdp"; "part of fsdp"; "?" if it fits none
+    axis: str  # mesh axes it spans, "data+fsdp"; "part of fsdp"
     group_size: int
     dtype: str
     bytes: int  # payload: the gathered result, what is reduced, exchanged or sent
@@ -313,8 +313,10 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
     whole = (
         first.kind == "all-reduce" and first.what.startswith("gradient") and "fsdp" in first.axis.split("+")
     )
+    if chip is None or not chip.torus_dims:
+        return ""
     reasons = ["libtpu sums whole gradients here, twice a reduce-scatter's bytes"] * whole
-    if chip is not None and chip.torus_dims and not first.asynchronous:
+    if not first.asynchronous:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
         else:
@@ -325,7 +327,7 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
 
 def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
     first = group[0]
-    what, axis = first.what.split()[0], first.axis
+    what, axis = first.what.split()[0], first.axis.removeprefix("part of ")
     if what == "gradient" and first.dtype == "f32" and chip is not None and chip.torus_dims:
         yield "precision.reduce=bfloat16 halves their bytes"
     yield {

@@ -195,11 +195,11 @@ def _behind(target: Target, network: str, text: str) -> Target:
     """Returns a target with another network between its hosts or slices: a name, or a rate of each chip."""
     assert target.chip is not None
     known = hardware.NETWORKS.get(network.lower())
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(B|b|bit)/s", network)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([MGT])(B|b|bit)/s", network)
     if known is None and match:
         rate = float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / (1 if match[3] == "B" else 8)
         known, network = hardware.Network("network", rate, "the command line"), f"{rate / 1e9:.6g}GB/s"
-    if known is None or known.bytes_per_s <= 0:
+    if known is None or not 0 < known.bytes_per_s < math.inf:
         legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
         raise ConfigError(f"--on={text}: behind @ must be {legal}.{suggest(network, hardware.NETWORKS)}")
     text = f"{target.text}@{network.lower() if network.lower() in hardware.NETWORKS else network}"

@@ -280,6 +280,11 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
     (line,) = warned([gradient], chip=v5e, step_s=10 * gradient.step_s)
     assert "(10%)" in line.replace(".0", "").replace(" %", "%") and "whole gradients" in line
     assert "TPU v5e moves only some gathers" in line and "precision.reduce=bfloat16 halves" in line
+    part = dataclasses.replace(gradient, axis="part of fsdp", what="activations")
+    (line,) = warned([part], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s)
+    assert "a smaller mesh.fsdp sends less" in line and "libtpu" not in line
+    (line,) = warned([gradient], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s)
+    assert "libtpu" not in line
     (line,) = warned([dataclasses.replace(gradient, dtype="bf16")], chip=v5p, step_s=10 * gradient.step_s)
     assert "SparseCore did not take" in line and "precision.reduce" not in line
     half = dataclasses.replace(gather, hidden_s=gather.step_s / 2)

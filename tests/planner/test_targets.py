@@ -82,6 +82,7 @@ def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap)
         ("v5e-17", "v5e|v5p"),
         ("h100:4x8@", "as 25GB/s or 200Gbit/s"),
         ("h100:4x8@0GB/s", "as 25GB/s or 200Gbit/s"),
+        ("h100:4x8@1e400GB/s", "as 25GB/s or 200Gbit/s"),
         ("h100:4x8@25gb", "as 25GB/s or 200Gbit/s"),
         ("h100:4x8@gcp-a3-hig", "Did you mean gcp-a3-high?"),
         ("h100-pcie:2x8", "h100-pcie:2x8@25GB/s"),  # sold with no network
@@ -154,6 +155,8 @@ def test_the_link_of_an_axis(target, layout, axis, name, gigabytes):
 
 
 def test_other_sizes_keep_the_network():
+    slow = targets.parse("h100:4x8@0.05MB/s")
+    assert targets.parse(slow.text) == slow  # as the compiler's process reads it
     assert targets.parse("h100:1x8@efa-p5").with_shape((2, 8)) == "h100:2x8@efa-p5"
     assert targets.parse("v6e:4x4").with_shape((8, 8, 2)) == "v6e:8x8x2"
 
