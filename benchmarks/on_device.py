@@ -15,9 +15,11 @@ the items that take a whole group run, as the first process's --out says, and it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -55,6 +57,12 @@ class Item:
     def limit_s(self) -> float:
         """Returns after how long it is ended."""
         return 2.5 * self.usual_s + 60
+
+    @property
+    def measured(self) -> str:
+        """Returns the item whose record it is compared with, or ""."""
+        words = shlex.split(self.full)
+        return words[words.index("--measured") + 1] if "--measured" in words else ""
 
 
 _BF16 = "--dtype bfloat16 --loss-chunk 8192"
@@ -122,12 +130,13 @@ ITEMS: tuple[Item, ...] = (
 def main() -> int:
     """Runs the command; returns its exit code: 0 where every item is done, 1 where one failed or is left."""
     flags = _parser().parse_args()
-    faults = [*_name_faults(flags.items), *_missing()]
+    faults = [*_name_faults(flags.items), *_budget_faults(flags.budget_minutes), *_missing()]
     if faults:
         return _refused(faults)
     sys.path.insert(0, str(ROOT))
     from jaxdist.distributed.initialize import detect_launcher  # noqa: PLC0415 - what they need is here now
     from jaxdist.hardware.flags import detect_platform  # noqa: PLC0415
+    from jaxdist.storage import lock  # noqa: PLC0415
 
     tiny = flags.tiny or detect_platform(os.environ) == "cpu"
     chosen = [item for item in ITEMS if not flags.items or item.name in flags.items.split(",")]
@@ -138,28 +147,46 @@ def main() -> int:
             )
         return 0
     out, lead = Path(flags.out), True
-    left = [item for item in chosen if _is_left(item, last_rows(out), flags.retry)]
+    left = left_of(chosen, last_rows(out), tiny, flags.retry)
     if detect_launcher(os.environ):
         if flags.budget_minutes:
             text = "processes of a group would stop at different items; give --items instead"
             return _refused([f"--budget-minutes: {text}"])
         left, lead = _agreed(left)
         chosen = left
-    out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + 60 * flags.budget_minutes - SPARE_S if flags.budget_minutes else None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else the item would go on alone, on the accelerator
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if lead:
+                stack.enter_context(lock.exclusive(out / "lock"))
+        except (OSError, lock.Locked) as error:
+            return _refused([f"--out {out}: {error}; wait for it to end, or give another folder"])
+        measure(left, tiny, out, flags.budget_minutes, lead)
+        rows = last_rows(out)
+        if lead:
+            print(_summary(out, chosen), flush=True)
+    return int(lead and any(_status(item, rows, tiny) != "done" for item in chosen))
+
+
+def measure(left: Sequence[Item], tiny: bool, out: Path, budget_minutes: float | None, lead: bool) -> None:
+    """Runs items as long as the budget lasts, and keeps their rows."""
+    ends = time.monotonic() + 60 * budget_minutes - SPARE_S if budget_minutes else None
     for item in left:
         seconds = item.limit_s if ends is None else min(item.limit_s, ends - time.monotonic())
         if seconds < min(item.limit_s, 10 if tiny else item.usual_s):
             print(f"{item.name}: not begun, {max(seconds, 0):.0f} s of the budget are left", flush=True)
             continue  # a shorter one may still fit
+        rows = last_rows(out)
+        first = [other for other in left if other.name == item.measured and _is_left(other, rows, tiny)]
+        if first:
+            print(f"{item.name}: not begun, it is compared with {item.measured}", flush=True)
+            continue
         row = run_item(item, tiny, out, seconds, lead)
         if lead:
             _keep(out, row)
         print(_line(row), flush=True)
-    rows = last_rows(out)
-    if lead:
-        print(_summary(out, chosen), flush=True)
-    return int(lead and any(rows[i.name]["status"] != "done" if i.name in rows else True for i in chosen))
 
 
 def _refused(faults: Sequence[str]) -> int:
@@ -215,6 +242,11 @@ def _name_faults(names: str | None) -> Iterator[str]:
     for name in (names or "").split(","):
         if name and name not in known:
             yield f"--items {name}: no such item; there are {', '.join(known)}"
+
+
+def _budget_faults(minutes: float | None) -> Iterator[str]:
+    if minutes is not None and not 0 < minutes < math.inf:
+        yield f"--budget-minutes {minutes:g}: must be above 0; without it there is no limit"
 
 
 _AGREE = """
@@ -324,17 +356,28 @@ def last_rows(out: Path) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     file = out / RECORDS
     for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        rows[row["item"]] = row
+            rows[row["item"]] = row
     return rows
 
 
-def _is_left(item: Item, rows: Mapping[str, dict[str, Any]], retry: bool) -> bool:
-    status = rows[item.name]["status"] if item.name in rows else "cut"
-    return status == "cut" or (retry and status == "failed")
+def left_of(
+    chosen: Sequence[Item], rows: Mapping[str, dict[str, Any]], tiny: bool, retry: bool
+) -> list[Item]:
+    """Returns what is left, what was begun before at the end: it may need more than any budget."""
+    left = [item for item in chosen if _is_left(item, rows, tiny, retry)]
+    return sorted(left, key=lambda item: _status(item, rows, tiny) != "left")
+
+
+def _is_left(item: Item, rows: Mapping[str, dict[str, Any]], tiny: bool, retry: bool = False) -> bool:
+    return _status(item, rows, tiny) in ("left", "cut", *["failed"] * retry)
+
+
+def _status(item: Item, rows: Mapping[str, dict[str, Any]], tiny: bool) -> str:
+    """Returns how an item ended at full size or tiny; "left" where it was not begun."""
+    row = rows.get(item.name, {})
+    return row["status"] if row.get("tiny") == tiny else "left"
 
 
 def _keep(out: Path, row: dict[str, Any]) -> None:
@@ -375,12 +418,13 @@ def _words(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _summary(out: Path, chosen: Sequence[Item]) -> str:
-    """Writes and returns a line an item."""
+    """Returns a line for each of the chosen items; writes those of all that have a row."""
     rows = last_rows(out)
-    lines = [_line(rows[i.name]) if i.name in rows else f"{i.name:20} left" for i in chosen]
-    text = "\n".join(lines)
+    lines = {i.name: _line(rows[i.name]) if i.name in rows else f"{i.name:20} left" for i in ITEMS}
+    names = [i.name for i in chosen]
+    text = "\n".join(line for name, line in lines.items() if name in rows or name in names)
     (out / "summary.txt").write_text(text + "\n")
-    return text
+    return "\n".join(lines[name] for name in names)
 
 
 if __name__ == "__main__":

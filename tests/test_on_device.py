@@ -1,12 +1,16 @@
 """benchmarks/on_device.py: what fails is recorded and stops nothing, and the next call does what is left."""
 
 import importlib.util
+import os
+import signal
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
 import pytest
 
+from jaxdist.storage import lock
 from support.paths import ROOT
 
 WRITE = "import json, sys; json.dump({'summary': 'written'}, open(sys.argv[-1], 'w'))"
@@ -53,6 +57,7 @@ def test_a_failure_has_its_reason_and_stops_no_other(on_device, monkeypatch, tmp
     assert (tmp_path / on_device.RECORDS).read_text() == before
     monkeypatch.setitem(CODE, "faulty", WRITE)
     assert run(on_device, monkeypatch, "--out", str(tmp_path), "--retry", "--items", "faulty,good") == 0
+    assert (tmp_path / "summary.txt").read_text().count("\n") == len(CODE)  # of all, whatever was asked for
     assert on_device.last_rows(tmp_path)["faulty"]["status"] == "done"
 
 
@@ -60,8 +65,52 @@ def test_what_the_budget_cuts_short_is_left(on_device, monkeypatch, tmp_path):
     (item,) = (item for item in on_device.ITEMS if item.name == "slow")
     row = on_device.run_item(item, True, tmp_path, 0.2)
     assert row["status"] == "cut" and "all that the budget had left" in row["reason"]
-    assert on_device._is_left(item, {"slow": row}, retry=False)
-    assert not on_device._is_left(item, {"slow": row | {"status": "failed"}}, retry=False)
+    assert on_device._is_left(item, {"slow": row}, tiny=True)
+    assert on_device.left_of(on_device.ITEMS, {"slow": row}, True, False)[-1] == item  # it may take all again
+    failed = {"slow": row | {"status": "failed"}}
+    assert not on_device._is_left(item, failed, tiny=True) and on_device._is_left(item, failed, True, True)
+    assert on_device._is_left(item, failed, tiny=False)  # at full size nothing was tried
+
+
+def test_a_plan_waits_for_what_it_is_compared_with(on_device, monkeypatch, tmp_path, capsys):
+    measured, plan = (on_device.Item(name, "", "", "", usual_s=1) for name in ("good", "last"))
+    plan = replace(plan, full="--measured good")
+    on_device.measure([plan, measured], True, tmp_path, None, True)
+    assert list(on_device.last_rows(tmp_path)) == ["good"]
+    assert "last: not begun, it is compared with good" in capsys.readouterr().out
+    on_device.measure([plan, measured], True, tmp_path, None, True)
+    assert on_device.last_rows(tmp_path)["last"]["status"] == "done"
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_a_budget_of_no_time_is_refused(on_device, monkeypatch, tmp_path, capsys, minutes):
+    arguments = ("--out", str(tmp_path / "new"), "--budget-minutes", minutes)
+    assert run(on_device, monkeypatch, *arguments) == on_device.EXIT_CONFIG
+    assert "must be above 0" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_two_at_once_and_a_folder_that_is_none_are_refused(on_device, monkeypatch, tmp_path, capsys):
+    with lock.exclusive(tmp_path / "lock"):
+        assert run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "good") == on_device.EXIT_CONFIG
+    assert "process" in capsys.readouterr().err and not on_device.last_rows(tmp_path)
+    (tmp_path / "file").touch()
+    assert run(on_device, monkeypatch, "--out", str(tmp_path / "file")) == on_device.EXIT_CONFIG
+
+
+def test_ended_by_a_signal_it_ends_its_item(on_device, monkeypatch, tmp_path):
+    code = f"import os, signal, time; print(os.getpid(), flush=True); os.kill({os.getpid()}, signal.SIGTERM)"
+    monkeypatch.setitem(CODE, "slow", f"{code}; time.sleep(60)")
+    monkeypatch.setattr(on_device.Item, "limit_s", 60.0)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "logs" / "slow.log").read_text()), 0)
 
 
 def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, capsys):
@@ -80,16 +129,42 @@ def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, caps
     ]
 
 
-def test_the_commands_of_all_items_are_ones_that_their_scripts_take():
-    spec = importlib.util.spec_from_file_location("plain_on_device", ROOT / "benchmarks/on_device.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plain_on_device"] = module
-    spec.loader.exec_module(module)
+def test_the_commands_of_all_items_are_ones_that_their_scripts_take(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module, sides = importlib.import_module("on_device"), importlib.import_module("sides")
     names = [item.name for item in module.ITEMS]
     assert len(names) == len(set(names)) > 15
     for item in module.ITEMS:
-        assert (ROOT / "benchmarks" / item.script).is_file()
-        words = module.command_of(item, False, "out")
-        measured = words[words.index("--measured") + 1] if "--measured" in words else names[0]
-        assert names.index(measured) <= names.index(item.name)
+        script = importlib.import_module(item.script.removesuffix(".py"))
+        for tiny in (False, True):
+            words = module.command_of(item, tiny, "out")[2:]
+            sides.parse(
+                script._parser(), [*words, "--out", "record.json"]
+            )  # ends the test at an unknown flag
+        assert names.index(item.measured or names[0]) <= names.index(item.name)
+
+
+def test_memory_of_a_side_that_shared_the_device_is_its_programs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    items = importlib.import_module("device_items")
+    sizes = {"argument_bytes": 10, "temp_bytes": 5, "output_bytes": 10, "alias_bytes": 9}
+    side = sizes | {"device_peak_bytes": 40, "alone": False}
+    assert items.taken_bytes(side) == 16 and items.taken_bytes(side | {"alone": True}) == 40
+    assert items.taken_bytes(sizes | {"device_peak_bytes": None, "alone": True}) == 16
+
+
+def test_results_of_timed_calls_are_let_go(monkeypatch):
+    """Else the copy of 4 GiB would need hundreds of them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    items, alive, most = importlib.import_module("device_items"), set(), []
+
+    class Result:
+        def __init__(self) -> None:
+            alive.add(id(self))
+            most.append(len(alive))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    items._seconds(Result, at_least_s=1e-3)
+    assert len(most) > 10 and max(most) <= 2
