@@ -14,7 +14,6 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import memory, targets
-from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
@@ -86,13 +85,7 @@ class Fewest:
         }
 
 
-def fewest(
-    run: RunConfig,
-    family: str,
-    *,
-    options: CompileOptions | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> Fewest:
+def fewest(run: RunConfig, family: str, *, say: Callable[[str], None] = lambda line: None) -> Fewest:
     """Returns the sizes of a family, h100 or h100@25GB/s, up to one beyond the first that fits.
 
     Raises:
@@ -110,7 +103,7 @@ def fewest(
         say(f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic")
         chosen = [] if best or tried == MOST_SIZES else _to_compile(stages)
         for row in chosen:
-            asked = replace(row, plan=make_plan(row.run, target, options=options, say=say))
+            asked = replace(row, plan=make_plan(row.run, target, say=say))
             stages[stages.index(row)] = asked
             if asked.fits:
                 best = asked

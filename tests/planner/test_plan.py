@@ -165,6 +165,8 @@ def test_who_writes_and_reads_a_checkpoint(on, mesh, device, write, read):
     _, run = cli.parse(cli.ConfigParser("test", None), words)
     found = plan_by_arithmetic(run, targets.parse(on)).to_json()["restarts"]
     assert found["checkpoint_bytes"] == pytest.approx(96.4e9, rel=1e-3)  # 12 bytes of each weight
+    promised = "blocking_s mtbf_s interval_s every_steps lost_share configured_lost_share"  # in docs/plan.md
+    assert not set(promised.split()) - set(found)
     seen = found["device_bytes"] / 1e9, found["write_s"], found["restart_s"]
     assert seen == pytest.approx((device, write, read), rel=0.02)
 
