@@ -8,9 +8,10 @@ all have the same parameters, and a block reads its own kind, a Python string, i
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 
 A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats` made of one
-sample alone, says so by `sums_over_samples = True` in its class: devices may then add up whole steps on
-their own, and sum once (`mesh.reduce`). A loss that compares samples (contrastive), that is a mean, or
-weighted by a sum over the batch is none. A subclass that changes the loss does not inherit the word.
+sample alone (and of random numbers of its own), says so by `sums_over_samples = True` in its class:
+devices may then add up whole steps on their own, and sum once (`mesh.reduce`). A loss that compares
+samples (contrastive), that is a mean, or weighted by a sum over the batch is none. A subclass that
+replaces some of the class does not inherit the word.
 
 Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see `as_metrics`.
 
@@ -22,7 +23,7 @@ counted in the program, no sequence is too long, and `verify` takes the model as
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -265,20 +266,33 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
 
 
-_OF_THE_LOSS = ("loss", "embed", "prepare", "head")  # methods that make it, beside those of the blocks
+# What makes a loss even where a class has it first, and what a subclass may replace without changing it.
+_OF_THE_LOSS = ("__init__", "__call__", "loss", "embed", "prepare", "head")
+_BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "update")
 
 
-def sums_over_samples(model_class: type) -> bool:
-    """Returns whether a class says that its loss is a sum over samples.
+def who_sums_over_samples(model_class: type) -> type | None:
+    """Returns the class that says of a model that its loss is a sum over samples; None if none does.
 
-    The word of a class counts for its own methods: a subclass that makes the loss otherwise repeats it.
+    The word of a class counts for what it is made of itself: a subclass that replaces a method or another
+    attribute, a helper of `head` or the class of its layers, may make another loss, so it repeats the word.
     """
-    for owner in model_class.__mro__:
+    owners = model_class.__mro__
+    for place, owner in enumerate(owners):
         if "sums_over_samples" in vars(owner):
-            return bool(vars(owner)["sums_over_samples"])
-        if any(name in vars(owner) for name in (*_OF_THE_LOSS, "__init__")):
-            return False
-    return False
+            return owner if vars(owner)["sums_over_samples"] else None
+        if any(_may_change_loss(name, owners[place + 1 :]) for name in vars(owner)):
+            return None
+    return None
+
+
+def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
+    """Returns whether a class that has an attribute of its own may have another loss than its bases."""
+    if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:
+        return name in _OF_THE_LOSS
+    if name.startswith("__") or hasattr(nnx.Module, name):
+        return False
+    return any(name in vars(base) for base in bases)
 
 
 def has_metrics(model_class: type) -> bool:
