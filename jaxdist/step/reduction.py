@@ -7,13 +7,14 @@ sum over samples, and its random numbers must come from the samples' own.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+import warnings
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxdist.config import trees
+from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.sharding import Rules, is_vector
+from jaxdist.protocols.model import Batch, who_sums_over_samples
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import Names
 
@@ -29,12 +30,20 @@ class Reduction(NamedTuple):
 
 
 def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
-    """Returns how gradients are summed in a step of so many parts (accumulation x microbatches)."""
+    """Returns how gradients are summed in a step of so many parts (accumulation x microbatches).
+
+    Raises:
+      ConfigError: `once` is set, and the model does not allow it.
+    """
     axes, sizes = rules.replica_axes, rules.shape.sizes
     if not axes or (parts == 1 and sizes["pipeline"] == 1):
         return Reduction((), "")
     over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
     why = "mesh.reduce=each" if setting == "each" else obstacle(spec, rules)
+    if setting == "auto":
+        why = why or _risk(spec, rules)
+    if why and setting == "once":
+        raise ConfigError(refusal(why))
     return Reduction((), over, why) if why else Reduction(axes, over)
 
 
@@ -50,15 +59,50 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
     if not (spec.casts_itself or spec.staged) and any(any(where) for where in stored):
         # XLA aborts on an index into what is split in a region (see `gradients`), and all may be indexed.
         return (
-            f"{name} may look up by index what devices split; give it embed, blocks and head, or mesh.zero=1"
+            f"{name} may look up by index what devices split; give it embed, blocks and head, or leave its "
+            f"parameters whole (mesh.zero=2, mesh.tensor=1)"
         )
     return ""
 
 
-def divides(batch: Mapping[str, Any], rules: Rules, once: tuple[str, ...], parts: int) -> bool:
-    """Returns whether every entry of a batch has as many samples for each replica and part."""
-    unit = parts * math.prod(rules.shape.sizes[axis] for axis in once)
-    return all(x.ndim and x.shape[0] % unit == 0 for x in batch.values())
+def _risk(spec: ModelSpec, rules: Rules) -> str:
+    """Returns why a model might end the process in a region that its author has not asked for; or "".
+
+    XLA aborts on an index into a parameter that devices split there ("Check failed: partition_group_list"),
+    where two more axes are in use. Ours look up without an index (`jaxdist.ops`); a pipeline's stages are
+    a region anyway.
+    """
+    owner, pipelined = who_sums_over_samples(spec.model_class), rules.shape.sizes["pipeline"] > 1
+    split = [axis for axis, size in rules.inside(rules.replica_axes).shape.sizes.items() if size > 1]
+    if pipelined or len(split) < 2 or owner is None or owner.__module__.startswith("jaxdist."):
+        return ""
+    return (
+        f"{spec.model_class.__name__} may look up by index what {' and '.join(split)} split, where XLA would "
+        f"end the process; mesh.reduce=once tries it"
+    )
+
+
+def refusal(why: str) -> str:
+    """Returns what is wrong with `mesh.reduce=once` where gradients cannot be summed so."""
+    return f"mesh.reduce=once: {why}; set mesh.reduce=auto or each"
+
+
+def axes_for(chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, parts: int) -> tuple[str, ...]:
+    """Returns the axes over which a batch's gradients are summed once a step.
+
+    Raises:
+      ConfigError: `once` is set, and the batch has not as many samples for each replica and part.
+    """
+    unit = parts * math.prod(rules.shape.sizes[axis] for axis in chosen.once)
+    uneven = [f"{name} {list(x.shape)}" for name, x in batch.items() if not x.ndim or x.shape[0] % unit]
+    if not chosen.once or not uneven:
+        return chosen.once
+    entries = ", ".join(uneven)
+    why = f"{entries} of the batch cannot be divided into {parts} parts x {chosen.over} = {unit}"
+    if setting == "once":
+        raise ConfigError(refusal(why))
+    warnings.warn(f"gradients are summed over {chosen.over} with each part: {why}", stacklevel=2)
+    return ()
 
 
 def sent_dtype(names: Names, dims: tuple[int, ...], reduce: str) -> jnp.dtype:

@@ -168,14 +168,15 @@ def _build_inspect(
     """Returns the step that hands out its gradients, too; `spec` is that without stages, `names` are with."""
     cut, accumulation = config.staging, config.accumulation
     stages = cut.stages if cut else 1
-    axes = reduction.choose(spec, rules, config.reduce_over_replicas, parts=config.parts).once
+    setting = config.reduce_over_replicas
+    chosen = reduction.choose(spec, rules, setting, parts=config.parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         if faults := model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages):
             raise ConfigError(faults)
         with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
-            once = axes if reduction.divides(batch, rules, axes, config.parts) else ()
+            once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
             sums = sum_gradients(
                 gradient_of, state, batch, key, accumulation=accumulation, names=names, once=once
             )

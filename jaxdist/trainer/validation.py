@@ -81,7 +81,7 @@ def validate_on(
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
     rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
     if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
-        faults.append(f"mesh.reduce=once: {why}; set mesh.reduce=auto or each")
+        faults.append(reduction.refusal(why))
     misfits = list(_pipeline_faults(run, shape, spec))
     try:
         place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)

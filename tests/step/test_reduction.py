@@ -1,5 +1,7 @@
 """How often gradients cross the axes that copy parameters: once a step where the model's loss is a sum."""
 
+import re
+import warnings
 from dataclasses import replace
 
 import jax
@@ -9,13 +11,14 @@ from flax import nnx
 
 from jaxdist.config import ConfigError, files
 from jaxdist.models.transformer import Transformer
+from jaxdist.models.vision import VisionConfig, VisionTransformer
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import communication, targets
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
-from jaxdist.protocols.model import sums_over_samples
+from jaxdist.protocols.model import who_sums_over_samples
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, build_train_step
@@ -33,6 +36,7 @@ from support.models import (
     rules_and_mesh,
     run,
     spec_of,
+    step_of,
     worst,
 )
 from support.pipelines import MODEL, Case, batch_for, build
@@ -125,9 +129,47 @@ class OtherHeadThatSums(OtherHead):
     sums_over_samples = True
 
 
-def test_a_subclass_that_makes_the_loss_otherwise_does_not_inherit_the_word():
-    models = (Transformer, Renamed, OtherHead, OtherHeadThatSums, Contrastive, nnx.Module)
-    assert [sums_over_samples(model) for model in models] == [True, True, False, True, False, False]
+class Measured(VisionTransformer):
+    """Adds figures beside the loss, with other options."""
+
+    class Config(VisionConfig):
+        """The same."""
+
+    def metrics(self, batch):
+        return {}
+
+
+class OtherLogits(VisionTransformer):
+    """Its head calls this."""
+
+    def logits(self, x_BPD):
+        return super().logits(x_BPD)
+
+
+class Called(Table):
+    """Its loss may call this."""
+
+    def __call__(self, x):
+        return x
+
+
+def test_a_subclass_that_may_make_the_loss_otherwise_does_not_inherit_the_word():
+    say_so = (Transformer, Renamed, OtherHeadThatSums, VisionTransformer, Measured, Table)
+    assert all(map(who_sums_over_samples, say_so)) and who_sums_over_samples(Renamed) is Transformer
+    assert not any(map(who_sums_over_samples, (OtherHead, OtherLogits, Called, Contrastive, nnx.Module)))
+
+
+def test_who_may_look_up_by_index_is_in_no_region_with_two_more_axes_unless_asked():
+    def chosen(model: type[Transformer], setting: reduction.Reduce = "auto", **sizes: int):
+        spec = describe(lambda rngs: model(TINY, rngs=rngs))
+        return reduction.choose(spec, rules_of(data=2, **sizes), setting, parts=PARTS)
+
+    on_both = {"fsdp": 2, "tensor": 2}
+    assert "what fsdp and tensor split" in chosen(OtherHeadThatSums, **on_both).why_each
+    assert chosen(OtherHeadThatSums, "once", **on_both).once == ("data",)
+    assert chosen(OtherHeadThatSums, fsdp=4).once == ("data",)
+    assert chosen(OtherHeadThatSums, pipeline=2, **on_both).once == ("data",)
+    assert chosen(Renamed, **on_both).once == ("data",)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +183,31 @@ def test_once_is_refused_for_a_model_that_it_would_change(model, why):
     (fault,) = refusal.value.faults
     assert fault.startswith(f"mesh.reduce=once: {model.__name__} ") and why in fault
     assert fault.endswith("; set mesh.reduce=auto or each")
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_once_and_told_with_auto():
+    layout, batch = Layout(8, data=8), batch_of(batch=PARTS)
+
+    def lower(setting: reduction.Reduce) -> None:
+        built = step_of(layout, SMALL, StepConfig(accumulation=PARTS, reduce_over_replicas=setting))
+        built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
+
+    uneven = re.escape("positions [4, 16], sample [4], targets [4, 16]")
+    with pytest.raises(ConfigError, match=f"mesh.reduce=once: {uneven}.* into 4 parts x data 8 = 32; set"):
+        lower("once")
+    with pytest.warns(UserWarning, match=f"summed over data 8 with each part: {uneven}"):
+        lower("auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower("each")
+
+
+def test_a_step_refuses_once_as_a_run_does():
+    rules, mesh = rules_and_mesh(Layout(2, data=2))
+    spec = describe(lambda rngs: Contrastive(rngs=rngs))
+    step = StepConfig(accumulation=PARTS, reduce_over_replicas="once")
+    with pytest.raises(ConfigError, match="mesh.reduce=once: Contrastive does not say"):
+        build_train_step(spec, OPTIMIZER, lambda _: 0.1, mesh, rules, step)
 
 
 def after_one_step(model: type[nnx.Module], data: int) -> tuple[float, dict, str]:
