@@ -1,0 +1,191 @@
+"""Products of rows, sorted by group, with one kernel a group: what each platform computes them with.
+
+`jax.lax.ragged_dot` is never used: on CPU and GPU XLA expands it to a product with every group's kernel, and
+on TPU its weight gradient. All products here do the work of the rows' own kernels: forward, for the input's
+gradient (transposed kernels) and for the kernels' gradient.
+
+Letters: `R` rows, `E` groups (experts), `K`, `N` a kernel's dims. Rows of group 0 come first; behind those of
+the last group are spare rows, whose results mean nothing (they may be NaN).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import extras
+from jaxdist.parallel import execution
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one platform multiplies groups of rows."""
+
+    name: str
+    reason: str  # one line for users: what it is, and why it was chosen
+    # (rows, groups) -> rows to allocate for so many, spare ones included
+    allocated: Callable[[int, int], int]
+    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R, K]; in the dtype of x
+    matmul: Callable[..., jax.Array]
+    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums of x^T dy, in dtype
+    kernel_gradient: Callable[..., jax.Array]
+
+
+def choose() -> Backend:
+    """Returns the backend of the platform in force."""
+    return BACKENDS[execution.current().platform]
+
+
+# --- CPU: blocks of one group ---------------------------------------------------------------------
+
+MAX_BLOCK, MIN_BLOCK = 64, 16  # rows: products of fewer are slow, of more no faster
+
+
+def block_rows(rows: int, groups: int) -> int:
+    """Returns the rows of a block: a power of two, up to an eighth of a group's even share.
+
+    The last block of a group is half empty on average: a sixteenth of the work, or less.
+    """
+    share = max(1, rows // (8 * groups))
+    return min(MAX_BLOCK, max(MIN_BLOCK, 2 ** int(math.log2(share))))
+
+
+def _over_blocks(add: Callable[..., Any], carry: Any, size, start, block: int) -> Any:
+    """Returns the carry after add(carry, first row, rows left) of all blocks of one group."""
+    count = (size + block - 1) // block
+    return jax.lax.fori_loop(0, count, lambda i, c: add(c, start + i * block, size - i * block), carry)
+
+
+def _blocked_allocated(rows: int, groups: int) -> int:
+    return rows + MAX_BLOCK  # a block reads and writes beyond its group
+
+
+def _blocked_matmul(x, kernels, sizes, *, transposed: bool = False):
+    block, starts = block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0]), jnp.cumsum(sizes) - sizes
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def one_group(group, y):
+        kernel = kernels[group]  # cut out once
+
+        def add(y, row, _):
+            part = jax.lax.dynamic_slice_in_dim(x, row, block)
+            part = jax.lax.dot_general(part, kernel, contracted, preferred_element_type=x.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(y, part, row, 0)  # the next group overwrites its own
+
+        return _over_blocks(add, y, sizes[group], starts[group], block)
+
+    zeros = jnp.zeros((x.shape[0], kernels.shape[1 if transposed else 2]), x.dtype)
+    return jax.lax.fori_loop(0, kernels.shape[0], one_group, zeros)
+
+
+def _blocked_gradient(x, dy, sizes, total, dtype):
+    # Each block adds to a whole kernel, so here larger ones pay.
+    block = min(MAX_BLOCK, 2 * block_rows(x.shape[0] - MAX_BLOCK, sizes.shape[0]))
+    starts = jnp.cumsum(sizes) - sizes
+    if total is None:
+        total = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+
+    def one_group(group, total):
+        def add(own, row, left):
+            x_part, dy_part = (jax.lax.dynamic_slice_in_dim(a, row, block) for a in (x, dy))
+            dy_part = jnp.where(jnp.arange(block)[:, None] < left, dy_part, 0)
+            return own + jnp.tensordot(x_part, dy_part, ((0,), (0,)), preferred_element_type=own.dtype)
+
+        own = jax.lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
+        own = _over_blocks(add, own, sizes[group], starts[group], block)
+        return jax.lax.dynamic_update_index_in_dim(total, own, group, 0)
+
+    return jax.lax.fori_loop(0, sizes.shape[0], one_group, total).astype(dtype)
+
+
+# --- GPU: equal shares of all groups, in rounds ---------------------------------------------------
+
+SHARE_SLACK = 1.25  # rows of a group in a round, relative to the even share
+
+
+def share_rows(rows: int, groups: int) -> int:
+    """Returns the rows that each group has in a round: a multiple of 16, of which tensor cores take tiles."""
+    return -(-math.ceil(SHARE_SLACK * rows / groups) // 16) * 16
+
+
+def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: int) -> Any:
+    """Returns the carry after add(carry, round) of all rounds: each takes the next `share` of every group."""
+    return jax.lax.fori_loop(0, (sizes.max() + share - 1) // share, lambda i, carry: add(carry, i), carry)
+
+
+def _own_share(x, sizes, number, share: int):
+    """Returns rows [E, share, K] of a round; 0 where a group has no more."""
+    place = number * share + jnp.arange(share)[None]
+    there = place < sizes[:, None]
+    row = jnp.where(there, (jnp.cumsum(sizes) - sizes)[:, None] + place, 0)
+    return jnp.where(there[..., None], x[row], 0)
+
+
+def _padded_allocated(rows: int, groups: int) -> int:
+    return rows
+
+
+def _padded_matmul(x, kernels, sizes, *, transposed: bool = False):
+    R, E = x.shape[0], kernels.shape[0]
+    share = share_rows(R, E)
+    equation = "ecn,ekn->eck" if transposed else "eck,ekn->ecn"
+    ends = jnp.cumsum(sizes)
+    group = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
+    place = jnp.arange(R) - (ends - sizes)[jnp.minimum(group, E - 1)]
+
+    def add(y, number):
+        part = jnp.einsum(equation, _own_share(x, sizes, number, share), kernels)
+        own = (group < E) & (place // share == number)
+        row = jnp.where(own, group * share + place % share, 0)
+        return jnp.where(own[:, None], part.reshape(E * share, -1)[row], y)
+
+    zeros = jnp.zeros((R, kernels.shape[1 if transposed else 2]), x.dtype)
+    return _over_shares(add, zeros, sizes, share)
+
+
+def _padded_gradient(x, dy, sizes, total, dtype):
+    share = share_rows(x.shape[0], sizes.shape[0])
+    if total is None:
+        total = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+
+    def add(total, number):
+        parts = (_own_share(a, sizes, number, share) for a in (x, dy))
+        return total + jnp.einsum("eck,ecn->ekn", *parts, preferred_element_type=total.dtype)
+
+    return _over_shares(add, total, sizes, share).astype(dtype)
+
+
+# --- TPU: a kernel --------------------------------------------------------------------------------
+
+
+def _megablox() -> Any:
+    return extras.load("jaxdist.ops.experts.megablox")  # here: only TPUs need Pallas, a tenth of a start
+
+
+BACKENDS = {
+    "cpu": Backend(
+        "blocks",
+        f"blocks of up to {MAX_BLOCK} rows of one expert; XLA's own grouped product is dense on CPU",
+        _blocked_allocated,
+        _blocked_matmul,
+        _blocked_gradient,
+    ),
+    "gpu": Backend(
+        "shares",
+        f"batched products of {SHARE_SLACK} x the even share of every expert, in rounds; XLA's own grouped "
+        "product is dense on GPU",
+        _padded_allocated,
+        _padded_matmul,
+        _padded_gradient,
+    ),
+    "tpu": Backend(
+        "megablox",
+        "jax's megablox kernels; the gradient of XLA's own grouped product is dense on TPU",
+        lambda rows, groups: _megablox().allocated(rows, groups),
+        lambda *args, **options: _megablox().matmul(*args, **options),
+        lambda *args: _megablox().kernel_gradient(*args),
+    ),
+}

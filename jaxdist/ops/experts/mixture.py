@@ -1,0 +1,335 @@
+"""A mixture of experts: the feed-forward part of a block, of which every token uses a few of many kernels.
+
+One `custom_vjp` around one `shard_map`: a device computes what its tokens, and those that others send it, ask
+of its experts; kernels are gathered and their gradients summed as those of all products are.
+
+Letters: `B` batch, `S` sequence, `D` model, `F` feed-forward, `E` experts, `k` experts of a token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
+from jaxdist.ops.experts.exchange import Exchange, Tokens
+from jaxdist.ops.experts.feed_forward import Activation, Kernels
+from jaxdist.parallel import execution
+from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.protocols.param_names import Names
+
+INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
+Kind = Literal["auto", "rounds", "gather"]
+
+
+class Stats(NamedTuple):
+    """What happened to the tokens, float32: sums over them, which add up over layers, parts and devices."""
+
+    load: jax.Array  # [E] choices of each expert, of counted tokens, those dropped too
+    dropped: jax.Array  # choices that the capacity left no place for
+    rounds: jax.Array  # of exchange, or chunks, that devices went through
+    exchanges: jax.Array  # in how many calls: rounds / exchanges is 1 for an even load
+
+
+class Output(NamedTuple):
+    """What `experts` returns."""
+
+    x: jax.Array  # [B, S, D]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class _Options:
+    names: Kernels  # of the kernels' dims
+    activation: Activation
+    kind: Kind
+    slack: float
+    capacity_factor: float | None
+
+
+def experts(
+    x_BSD: jax.Array,
+    ids_BSk: jax.Array,
+    weights_BSk: jax.Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    activation: Activation,
+    *,
+    exchange: Kind = "auto",
+    slack: float = 1.25,
+    capacity_factor: float | None = None,
+    valid_BS: jax.Array | None = None,
+    counted_BS: jax.Array | None = None,
+) -> Output:
+    """Returns the weighted sum of each token's experts' outputs [B, S, D] in the dtype of x, and statistics.
+
+    An expert's output is down(activation(gate(x)) * up(x)). Every token is computed, however uneven the
+    load, in memory that does not depend on it. Work is that of the chosen experts, on every platform
+    (`grouped_matmul`). It may be called anywhere: on one device, in a step, in its regions. Products of
+    the first kernels are computed again in the backward pass, whatever `remat` says; outputs are not.
+
+    Args:
+      ids_BSk, weights_BSk: int32 experts of each token, and float32 weights, as `route` gives them. The ids
+        of a token differ.
+      gate, up, down: parameters [E, D, F], [E, D, F] and [E, F, D], with their logical names as metadata
+        (`("experts", "d_model", "d_ff")`, the default of arrays that have none); gate None: not gated,
+        down(activation(up(x))).
+      activation: elementwise.
+      exchange: how rows reach experts that devices share out: "rounds", "gather" (few devices and many
+        experts a token), or "auto", by bytes; see `explain`.
+      slack: rows of a round, or of a chunk, relative to those of an even load.
+      capacity_factor: an expert takes so many times the even share of every sequence's choices, its first
+        ones, and drops the others; None: nothing is dropped.
+      valid_BS: bool, false for tokens that no expert sees: padding. Their output is 0.
+      counted_BS: bool, which tokens' choices the load counts and the capacity limits; None: those valid.
+
+    Raises:
+      AssertionError: arrays of another rank.
+      ValueError: shapes or options that do not fit.
+    """
+    chex.assert_rank([x_BSD, ids_BSk, weights_BSk], 3)
+    parameters = Kernels((gate, up) if gate is not None else (up,), down)
+    names = Kernels(tuple(_names(p, INPUT_NAMES) for p in parameters.inputs), _names(down, DOWN_NAMES))
+    kernels = Kernels(tuple(p[...] for p in parameters.inputs), down[...])
+    _check(x_BSD, ids_BSk, weights_BSk, kernels, exchange, slack, capacity_factor)
+    options = _Options(names, activation, exchange, slack, capacity_factor)
+    masks = [None if mask is None else mask.astype(bool) for mask in (valid_BS, counted_BS)]
+    out, stats = _experts(x_BSD, ids_BSk, weights_BSk.astype(jnp.float32), *masks, kernels, options)
+    return Output(out, stats)
+
+
+def explain(num_experts: int, k: int, *, exchange: Kind = "auto", slack: float = 1.25) -> list[str]:
+    """Returns, in lines for users, what computes the products and how rows are exchanged, and why."""
+    backend = grouped_matmul.choose()
+    parts = execution.current().axis_size("expert")
+    lines = [f"experts: products by {backend.name}: {backend.reason}"]
+    if parts == 1 or num_experts % parts:
+        return [*lines, "experts: no exchange: each device has the kernels of all experts"]
+    kind, reason = _kind(exchange, parts, k, slack)
+    return [*lines, f"experts: exchange by {kind} over expert {parts}: {reason}"]
+
+
+def _kind(kind: Kind, parts: int, k: int, slack: float) -> tuple[str, str]:
+    """Returns rounds or gather, and why."""
+    if kind != "auto":
+        return kind, "set by hand"
+    # A row crosses k slack (n - 1) / n times, a token n - 1 times, and its sum twice as often where the
+    # compiler makes an all-reduce of the scatter (libtpu): gather wins below k slack / 2 devices.
+    if parts <= k * slack / 2:
+        return "gather", f"to {parts} devices a token goes more cheaply than to {k} experts"
+    return "rounds", f"to {k} experts a token goes more cheaply than to {parts} devices"
+
+
+def _names(parameter: Any, default: Names) -> Names:
+    return getattr(parameter, "logical", ()) or default
+
+
+def _check(x, ids, weights, kernels: Kernels, kind: str, slack: float, capacity_factor: float | None) -> None:
+    (E, D, F), shapes = kernels.inputs[0].shape, [kernel.shape for kernel in (*kernels.inputs, kernels.down)]
+    if shapes != [(E, D, F)] * len(kernels.inputs) + [(E, F, D)] or x.shape[2] != D:
+        raise ValueError(f"experts: x {x.shape}, kernels {shapes}; required: [B, S, D], [E, D, F], [E, F, D]")
+    if not ids.shape == weights.shape == (*x.shape[:2], ids.shape[2]) or ids.shape[2] > E:
+        raise ValueError(
+            f"experts: ids {ids.shape}, weights {weights.shape}, x {x.shape}; required: [B, S, k] twice and "
+            f"[B, S, D], with k of at most {E} experts"
+        )
+    if kind not in ("auto", "rounds", "gather"):
+        raise ValueError(f"experts: exchange={kind!r}; choose auto, rounds or gather")
+    if slack < 1 or (capacity_factor is not None and capacity_factor <= 0):
+        raise ValueError(
+            f"experts: slack={slack}, capacity_factor={capacity_factor}; required: >= 1, > 0 or None"
+        )
+
+
+# --- placement ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """How a call's arrays lie in the mesh."""
+
+    tokens: P  # of [B, S]
+    kernels: Kernels  # as they are computed with
+    gradients: Kernels  # as a device leaves them
+    static: Exchange
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return tuple(axis for entry in self.tokens for axis in axes_in(entry))
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        return axes_in(self.tokens[1])
+
+    @property
+    def dims_axes(self) -> tuple[str, ...]:
+        """The axes that split d_ff: each device has a part of every sum."""
+        return axes_in(self.kernels.down[1])
+
+    @property
+    def order(self) -> P:
+        """Of what each device keeps of its own order."""
+        axis = self.static.axis
+        return P((*self.token_axes, *[axis] * (axis != "" and axis not in self.token_axes)))
+
+
+def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
+    now, E = execution.current(), kernels.down.shape[0]
+    tokens = now.rules.activation(("batch", "sequence"), x.shape[:2])
+    used, gradients = (_specs(kernels, options.names, use) for use in (Rules.computed, Rules.gradient))
+    over = axes_in(used.down[0])
+    if any(axes_in(spec[0]) != over for spec in used.inputs) or len(over) > 1:
+        raise ValueError(f"experts: kernels are split as {used}; their dim of experts must be split alike")
+    split = {axis for entry in tokens for axis in axes_in(entry)}
+    if "fsdp" not in split:  # its devices have the same tokens, and so the same gradients
+        gradients = used
+    shards = math.prod(now.axis_size(axis) for axis in split)
+    rows = x.shape[0] * x.shape[1] * k // shards
+    kind, chunk, parts = "local", rows, 1
+    if over:
+        parts = now.axis_size(over[0])
+        kind, _ = _kind(options.kind, parts, k, options.slack)
+        kind = kind if over[0] in split else "gather"  # the devices have the same tokens
+        chunk = _rounded(options.slack * rows / (parts if kind == "rounds" else 1))
+        chunk = min(chunk, _rounded(rows))
+    static = Exchange(
+        kind,
+        E,
+        chunk,
+        options.activation,
+        grouped_matmul.choose(),
+        jnp.dtype(now.reduce),
+        over[0] if over else "",
+        parts,
+        not over or over[0] in split,
+        now.mesh.axis_names if now.mesh is not None else (),
+    )
+    return _Placement(tokens, used, gradients, static)
+
+
+def _specs(kernels: Kernels, names: Kernels, use) -> Kernels:
+    """Returns how the kernels are split in a use, for example `Rules.gradient`."""
+    rules = execution.current().rules
+    return jax.tree.map(lambda kernel, own: _padded(use(rules, own, kernel.shape), 3), kernels, names)
+
+
+def _padded(spec: P, rank: int) -> P:
+    return P(*spec, *(None,) * (rank - len(spec)))
+
+
+def _rounded(rows: float) -> int:
+    """Returns rows rounded up to whole tiles (8 on any platform, 128 where there are many)."""
+    multiple = 128 if rows >= 1024 else 8
+    return -(-math.ceil(rows) // multiple) * multiple
+
+
+def _per_device(function, in_specs, out_specs):
+    """Returns the function as each device calls it, with its own part of all arrays."""
+    now = execution.current()
+    if now.mesh is None:
+        return function
+    # check_vma: the kernels do not say over which axes their results vary.
+    region = now.manual_region()
+    return jax.shard_map(function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _gathered(kernels: Kernels, names: Kernels, dtype) -> Kernels:
+    return jax.tree.map(lambda kernel, own: execution.gather(kernel, own, dtype), kernels, names)
+
+
+# --- the function and its gradient ----------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _experts(x, ids, weights, valid, counted, kernels: Kernels, options: _Options):
+    return _forward(x, ids, weights, valid, counted, kernels, options)[0]
+
+
+def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Options):
+    place = _place(x, ids.shape[2], kernels, options)
+    rows: Any = _padded(place.tokens, 3)
+    mapped = _per_device(
+        partial(_local_forward, place=place, capacity_factor=options.capacity_factor, length=x.shape[1]),
+        (rows, rows, rows, place.tokens, place.tokens, place.kernels),
+        (rows, P(), rows, place.order),
+    )
+    gathered = _gathered(kernels, options.names, x.dtype)
+    out, stats, ids, order = mapped(x, ids, weights, valid, counted, gathered)
+    return (out, stats), (x, ids, weights, order, kernels)
+
+
+def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, capacity_factor, length):
+    static, (B, S, k) = place.static, ids.shape
+    E, flat = static.experts, partial(jnp.reshape, shape=(B * S, -1))
+    ids = ids if valid is None else jnp.where(valid[..., None], ids, E)
+    counted = counted if counted is None else counted.reshape(-1)
+    load, dropped = dispatch.count(flat(ids), E, counted), jnp.zeros((), jnp.int32)
+    if capacity_factor is not None:
+        limit = math.ceil(capacity_factor * length * k / E)
+        limited = ids if counted is None else jnp.where(counted.reshape(B, S, 1), ids, E)
+        full = dispatch.over_capacity(limited, E, limit, place.sequence_axes)
+        ids, dropped = jnp.where(full, E, ids), full.sum(dtype=jnp.int32)
+    sizes = dispatch.count(flat(ids), E) if capacity_factor or counted is not None else load
+    tokens = Tokens(flat(x), flat(ids), flat(weights))
+    order = exchange.order_of(tokens.ids_Tk, static)
+    out, rounds = exchange.forward(tokens, order, sizes, kernels, static)
+    out = _sum(out, place.dims_axes)
+    sums = (load, dropped, jnp.int32(rounds), jnp.ones((), jnp.int32))
+    stats = Stats(*(_sum(a.astype(jnp.float32), place.token_axes) for a in sums))
+    return out.reshape(x.shape), stats, ids, order
+
+
+def _backward(options: _Options, residuals, cotangents):
+    x, ids, weights, order, kernels = residuals
+    dout, _ = cotangents
+    place = _place(x, ids.shape[2], kernels, options)
+    rows: Any = _padded(place.tokens, 3)
+    mapped = _per_device(
+        partial(_local_backward, place=place),
+        (rows, rows, rows, rows, place.order, place.kernels),
+        (rows, rows, place.gradients),
+    )
+    gathered = _gathered(kernels, options.names, x.dtype)
+    dx, dweights, gradients = mapped(x, ids, weights, dout, order, gathered)
+    gradients = jax.tree.map(execution.scatter, gradients, options.names)
+    gradients = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
+    return dx, None, dweights, None, None, gradients
+
+
+_experts.defvjp(_forward, _backward)
+
+
+def _local_backward(x, ids, weights, dout, order, kernels: Kernels, *, place: _Placement):
+    static, flat = place.static, partial(jnp.reshape, shape=(ids.shape[0] * ids.shape[1], -1))
+    tokens = Tokens(flat(x), flat(ids), flat(weights))
+    sizes = dispatch.count(tokens.ids_Tk, static.experts)
+    own = exchange.backward(tokens, flat(dout), order, sizes, kernels, static)
+    dx, dweights = (_sum(a, place.dims_axes) for a in (own.x_TD, own.weights_Tk))
+    over = [axis for axis in place.token_axes if axis != static.axis]
+    gradients = jax.tree.map(
+        lambda gradient, spec: _sum_in_shards(gradient.astype(static.dtype), spec, over),
+        own.kernels,
+        place.gradients,
+    )
+    return dx.reshape(x.shape), dweights.reshape(weights.shape), gradients
+
+
+def _sum(x, axes: Sequence[str]):
+    return execution.sum_over(x, axes) if axes else x
+
+
+def _sum_in_shards(gradient, spec: P, axes: Sequence[str]):
+    """Returns a kernel's gradient summed over the devices that share out tokens, or its fsdp shard."""
+    shards = [dim for dim, entry in enumerate(spec) if "fsdp" in axes_in(entry)]
+    if shards and "fsdp" in axes:
+        wide = gradient.astype(jnp.float32) if execution.current().platform == "cpu" else gradient
+        part = jax.lax.psum_scatter(wide, "fsdp", scatter_dimension=shards[0], tiled=True)
+        gradient, axes = part.astype(gradient.dtype), [axis for axis in axes if axis != "fsdp"]
+    return _sum(gradient, tuple(axes))
