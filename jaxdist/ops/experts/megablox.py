@@ -5,40 +5,53 @@ Letters: `R` rows, `E` groups, `K`, `N` a kernel's dims.
 
 import functools
 import importlib
+import itertools
 import math
+import re
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+
+from jaxdist.parallel import execution
 
 # The package exports a function `gmm`, which hides the module of that name.
 _kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 LANES = 128
 MAX_TILE = 2048  # of a kernel's dims
-# Scoped VMEM is 16 MiB by default on v4, v5e and v5p; the rest is what Mosaic itself needs.
-VMEM_BYTES = 12 * 2**20
+# What a kernel may take of the 16 MiB of scoped VMEM that libtpu grants by default, or of the 32 MiB from
+# Trillium on; the rest is what Mosaic itself needs.
+VMEM_BYTES, VMEM_BYTES_FROM_V6 = 12 * 2**20, 26 * 2**20
 
 
-def row_tile(rows: int, groups: int) -> int:
-    """Returns the rows of a tile: 128 to 512, an eighth of a group's even share.
+def _vmem_bytes() -> int:
+    mesh = execution.current().mesh
+    kind = mesh.devices.flat[0].device_kind if mesh is not None else jax.devices()[0].device_kind
+    return VMEM_BYTES_FROM_V6 if re.search(r"TPU ?v?[67]", kind) else VMEM_BYTES
+
+
+def row_tile(rows: int, groups: int, vmem: int) -> int:
+    """Returns the rows of a tile: 128 to 1024, an eighth of a group's even share.
 
     A tile is visited once for each group in it, so groups of few tiles cost up to a tile each in vain.
     """
-    share = max(1, rows // (8 * groups))
-    return min(512, max(LANES, 2 ** int(math.log2(share))))
+    share, most = max(1, rows // (8 * groups)), 512 if vmem == VMEM_BYTES else 1024
+    return min(most, max(LANES, 2 ** int(math.log2(share))))
 
 
 def allocated(rows: int, groups: int) -> int:
     """Returns the rows to allocate, a multiple of the row tile."""
-    tile = row_tile(rows, groups)
+    tile = row_tile(rows, groups, _vmem_bytes())
     return -(-rows // tile) * tile
 
 
-def _row_tile(rows: int, groups: int) -> int:
-    tile = row_tile(rows, groups)
-    while rows % tile:  # rows were rounded up for one of this or a larger size
+def _row_tiles(rows: int, groups: int, vmem: int) -> list[int]:
+    """Returns tiles that divide the rows, the one to prefer first."""
+    tile = row_tile(rows, groups, vmem)
+    while rows % tile:  # rows were rounded up for a tile of this size or the next larger one
         tile //= 2
-    return tile
+    return [size for size in (tile, tile // 2, tile // 4) if size >= LANES] or [tile]
 
 
 def _tiles(dim: int) -> list[int]:
@@ -48,54 +61,54 @@ def _tiles(dim: int) -> list[int]:
 
 
 @functools.lru_cache
-def forward_tiling(R: int, K: int, N: int, E: int, itemsize: int) -> tuple[int, int, int]:
+def forward_tiling(R: int, K: int, N: int, E: int, itemsize: int, vmem: int) -> tuple[int, int, int]:
     """Returns the tiles (rows, K, N) of x [R, K] times kernels [E, K, N] that move the fewest bytes."""
-    tm = _row_tile(R, E)
 
-    def vmem(tk: int, tn: int) -> int:
+    def used(tm: int, tk: int, tn: int) -> int:
         blocks = tm * tk + tk * tn + tm * tn
         return 2 * blocks * itemsize + 3 * tm * tn * 4  # sum, mask and what is stored, in float32
 
-    def moved(tk: int, tn: int) -> float:
-        # A kernel's whole column stays in VMEM from row tile to row tile.
+    def moved(tm: int, tk: int, tn: int) -> float:
+        # A whole column of a kernel stays in VMEM from one row tile to the next.
         kernels = E if tk >= K else R / tm + E
         return R * K * math.ceil(N / tn) + kernels * K * N
 
-    return (tm, *_best(_tiles(K), _tiles(N), vmem, moved))
+    return _best(itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)), used, moved, vmem)
 
 
 @functools.lru_cache
-def gradient_tiling(R: int, K: int, N: int, E: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns the tiles (rows, K, N) of x^T dy by group, x [R, K] and dy [R, N]."""
-    tm = _row_tile(R, E)
+def gradient_tiling(
+    R: int, K: int, N: int, E: int, itemsize: int, vmem: int, adds: bool = False
+) -> tuple[int, int, int]:
+    """Returns the tiles (rows, K, N) of x^T dy by group, x [R, K] and dy [R, N]; adds: to a total."""
 
-    def vmem(tk: int, tn: int) -> int:
+    def used(tm: int, tk: int, tn: int) -> int:
         operands = tm * (tk + tn)
-        return 2 * operands * itemsize + 2 * operands * 4 + 5 * tk * tn * 4  # sum, total and result
+        return 2 * operands * itemsize + 2 * operands * 4 + (3 + 2 * adds) * tk * tn * 4
 
-    def moved(tk: int, tn: int) -> float:
+    def moved(tm: int, tk: int, tn: int) -> float:
         return R * (K * math.ceil(N / tn) + N * math.ceil(K / tk))
 
-    return (tm, *_best(_tiles(K), _tiles(N), vmem, moved))
+    return _best(itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)), used, moved, vmem)
 
 
-def _best(tiles_k, tiles_n, vmem, moved) -> tuple[int, int]:
-    pairs = [(tk, tn) for tk in tiles_k for tn in tiles_n]
-    fitting = [pair for pair in pairs if vmem(*pair) <= VMEM_BYTES] or [min(pairs, key=lambda p: vmem(*p))]
-    return min(fitting, key=lambda pair: (moved(*pair), -pair[0] * pair[1]))
+def _best(tilings: Iterable[tuple[int, int, int]], used, moved, vmem: int) -> tuple[int, int, int]:
+    """Returns the tiling that moves least of those that fit, of the fewest steps."""
+    every = list(tilings)
+    fitting = [tiling for tiling in every if used(*tiling) <= vmem] or [min(every, key=lambda t: used(*t))]
+    return min(fitting, key=lambda tiling: (moved(*tiling), -math.prod(tiling)))
 
 
 def matmul(x, kernels, sizes, *, transposed: bool = False, interpret: bool = False) -> jax.Array:
     """Returns each row of x [R, K] times its group's kernel [E, K, N]; transposed: x [R, N] -> [R, K]."""
     E, K, N = kernels.shape
     K, N = (N, K) if transposed else (K, N)
-    tiling = forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize)
     return _kernels.gmm(
         x,
         kernels,
         sizes.astype(jnp.int32),
         preferred_element_type=x.dtype,
-        tiling=tiling,
+        tiling=forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize, _vmem_bytes()),
         transpose_rhs=transposed,
         interpret=interpret,
     )
@@ -103,13 +116,14 @@ def matmul(x, kernels, sizes, *, transposed: bool = False, interpret: bool = Fal
 
 def kernel_gradient(x, dy, sizes, total, dtype, *, interpret: bool = False) -> jax.Array:
     """Returns total [E, K, N] + the sums of x^T dy over each group's rows, in dtype."""
-    (R, K), N = x.shape, dy.shape[1]
+    (R, K), (E,) = x.shape, sizes.shape
+    tiling = gradient_tiling(R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None)
     return _kernels.tgmm(
         x.T,
         dy,
         sizes.astype(jnp.int32),
         preferred_element_type=jnp.dtype(dtype),
-        tiling=gradient_tiling(R, K, N, sizes.shape[0], x.dtype.itemsize),
+        tiling=tiling,
         existing_out=total,
         interpret=interpret,
     )
