@@ -7,11 +7,9 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config import EXIT_PREEMPTED
+from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
-from jaxdist.planner import dry_run
-from jaxdist.planner.plan import explain_shortage
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
@@ -23,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = cli.parse(_parser(), arguments)
     if flags.dry_run:
+        dry_run = extras.load("jaxdist.planner.dry_run")  # here: a run starts without the planner
         _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
             jax.config.update("jax_num_cpu_devices", emulated)
@@ -45,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"error: {explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
+        planner = extras.load("jaxdist.planner.plan")
+        print(f"error: {planner.explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -23,6 +23,11 @@ class CheckpointConfig:
     timeout_s: PositiveInt = 600  # seconds that one save may take before it counts as failed
     folder: str = ""  # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
 
+    @property
+    def saves(self) -> bool:
+        """Returns whether any rule asks for saves; a run that is stopped early saves all the same."""
+        return bool(self.every_steps or self.every_minutes or self.keep_best or self.save_at_end)
+
     def is_due(self, step: int, *, last: bool) -> bool:
         """Returns whether a rule asks for a save after this step; the clock's is not looked at."""
         return (self.every_steps > 0 and step % self.every_steps == 0) or (last and self.save_at_end)

@@ -1,6 +1,6 @@
 """The checkpoints of one run: when to save, saving beside training, keeping, restoring.
 
-Orbax is imported on first use (or by `preload` in a background thread while XLA compiles).
+Orbax is imported on first use, or by `prepare` or `preload` in a background thread.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.config import extras, trees
-from jaxdist.distributed import coordination
+from jaxdist.distributed import coordination, initialize
 from jaxdist.storage import lock
 
 # With several processes, process 0's clock decides for all; asking it is a wait for that process, so
@@ -158,8 +158,10 @@ class CheckpointManager:
         return folders.list_steps(self.folder)
 
     def prepare(self, abstract_state: Any) -> None:
-        """Compile what saves and restores compute, so that the first does not wait for it."""
-        fingerprint.start.lower(state_dict.to_canonical(abstract_state)).compile()
+        """Imports and compiles what the first save or restore needs, so that it does not wait for it."""
+        preload()
+        with initialize.lead_first("save"):
+            fingerprint.start.lower(state_dict.to_canonical(abstract_state)).compile()
 
     def should_save(self, step: int, now: float, *, last: bool = False, stopped: bool = False) -> bool:
         """Returns whether a save is due after `step`; remembers `now` as the time of the save.

@@ -32,7 +32,14 @@ class Field:
     path: str
     type: object
     default: object
-    doc: str
+    meaning: Any  # text, or the class or function whose source has it
+
+    @property
+    def doc(self) -> str:
+        """Returns what the option means: sources are read only when help or an error asks."""
+        if isinstance(self.meaning, str):
+            return self.meaning
+        return annotations.docs(self.meaning).get(self.path.rpartition(".")[2], "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +86,20 @@ def _hints(source: Any) -> Mapping[str, Any]:
 
 def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field]:
     """Yields leaves and open groups; an owner's default `instance` of a group beats the group's own."""
-    hints, docs = _hints(cls), annotations.docs(cls)
+    hints = _hints(cls)
     for item in dataclasses.fields(cls):
         path, annotation = prefix + item.name, hints[item.name]
         default = _default(item) if instance is MISSING else getattr(instance, item.name)
         if dataclasses.is_dataclass(annotation):
             yield from _dataclass_fields(annotation, path + ".", default)
         else:
-            yield Field(path, annotation, default, docs.get(item.name, ""))
+            yield Field(path, annotation, default, cls)
 
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
-        hints, docs = _hints(init), annotations.docs(init)
+        hints = _hints(init)
     except NameError as error:
         raise ConfigError(f"{cls.__name__}.__init__: its annotations cannot be read: {error}") from error
     for name, parameter in inspect.signature(init).parameters.items():
@@ -102,7 +109,7 @@ def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
         if name in ("self", "rngs") or variadic or not (default is MISSING or _is_plain(default)):
             continue  # what no config can hold (a function, a dtype) keeps its default
         if known is not MISSING:
-            yield Field(prefix + name, known, default, docs.get(name, ""))
+            yield Field(prefix + name, known, default, init)
 
 
 def _is_plain(value: object) -> bool:

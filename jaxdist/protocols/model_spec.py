@@ -38,6 +38,8 @@ class ModelSpec:
     casts_itself: bool = False  # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
     sums_over_samples: bool = False  # its loss is a sum over samples, as the model's class says
     stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
+    # The batches (shapes, parts) that the model was looked at with, and nothing found: each is traced once.
+    passed: set[Any] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def assemble(
         self, trainable: Tree, model_state: Tree, frozen: Tree | None = None, *, key: jax.Array | None = None

@@ -46,11 +46,16 @@ def check_model(
 ) -> list[str]:
     """Returns why the model cannot be trained so on such batches; [] if it can.
 
+    A start asks twice, before the data is opened and when the step is traced: the model is traced once.
+
     Args:
       spec: with flat blocks.
       batch: of arrays or of their shapes.
       stages: of a pipeline.
     """
+    shapes = frozenset((name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items())
+    if (asked := (shapes, accumulation, stages)) in spec.passed:
+        return []
     if causes := list(faults(spec, stages=stages)):
         return causes
     part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
@@ -81,6 +86,8 @@ def check_model(
             f"together, so parts of a step would not add up to the whole; set it to 1, or return sums in "
             f"`stats` and change the state in update(self, stats)"
         )
+    if not causes:
+        spec.passed.add(asked)
     return causes
 
 

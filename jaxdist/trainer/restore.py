@@ -78,8 +78,8 @@ def init_or_restore(
 ) -> tuple[State, Progress, SkippingDataset]:
     """Returns the first state, the progress so far and the data to go on with; the step is compiled.
 
-    The step compiles in one thread and the checkpoint library is imported in another, while the
-    state is made or read here: a start takes the longest of the three, not their sum.
+    The step compiles in one thread, and to restore, the checkpoint library is imported in another, while
+    the state is made or read here: a start takes the longest of the three, not their sum.
 
     Args:
       back_to: a step to go on from; what was saved after it goes to quarantine. None: the newest.
@@ -87,8 +87,6 @@ def init_or_restore(
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(_compile, config, built)
-        library = pool.submit(checkpoints.preload)
-        prepared = pool.submit(_prepare, store, built)
         if not coordination.broadcast(folders.has_steps(store.folder)):
             events = read_events(folder)
             if coordination.broadcast(any(e["event"] == "save" and e.get("ok") for e in events)):
@@ -103,15 +101,17 @@ def init_or_restore(
             progress, windows, reader = Progress(), [], None
         else:
             watch.at("restore")
+            library = pool.submit(checkpoints.preload)
+            prepared = pool.submit(store.prepare, built.views.abstract)
             library.result()
             restored = _restore(config, built, dataset, store, back_to)
             state = built.views.staged(restored.state)
             progress = progress_of(restored.metadata)
             windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
             reader = restored.metadata.get(READER)
+            prepared.result()
         watch.at("compile", progress.step)
         compiled.result()
-        prepared.result()
         consistency.agree(lambda: {"data left out": windows})
         skipping = SkippingDataset(dataset, windows)
         if 0 < progress.step < config.train.steps:
@@ -203,11 +203,6 @@ def _compile(config: RunConfig, built: TrainStep) -> None:
     lowered = built.step.lower(built.abstract_state, batch)
     with initialize.lead_first("step"):
         lowered.compile()
-
-
-def _prepare(store: CheckpointManager, built: TrainStep) -> None:
-    with initialize.lead_first("save"):
-        store.prepare(built.views.abstract)
 
 
 # --- going back ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer.hooks import StepView
 from jaxdist.trainer.restore import Progress
+
+PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Saver:
     display: Display
     metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
     failure: str = field(default="", init=False)  # of the last save; "" if it has succeeded
+    _prepared: Future[None] | None = field(default=None, init=False)
 
     def is_due(self, step: int) -> bool:
         """Returns whether `checkpoint.*` wants a save after this step."""
@@ -34,8 +38,24 @@ class Saver:
         required = view.interrupted or view.save_requested
         if self.store.should_save(view.step, time.monotonic(), last=view.last, stopped=required):
             metadata = self.metadata(view.progress)
+            if self._prepared:
+                self._prepared.result()
             self.store.save(view.step, self.views.flat(view.state), metadata, wait=view.last)
         self.report(last=view.last)
+
+    def after_step(self, count: int) -> None:
+        """Reports the saves that have ended; prepares the first, in the background, once steps run.
+
+        A start's first step would otherwise wait for what only a save needs.
+
+        Args:
+          count: the steps of this start.
+        """
+        if count == PREPARED_AFTER and self.store.config.saves:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+            self._prepared = pool.submit(self.store.prepare, self.views.abstract)
+            pool.shutdown(wait=False)
+        self.report()
 
     def report(self, *, last: bool = False) -> None:
         """Writes an event for each save that has ended since the last report.

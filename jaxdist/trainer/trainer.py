@@ -319,7 +319,7 @@ class Trainer:
                 self._enter_phase("step", number)
                 state, metrics = self.built.step(state, batch)
                 self.log.add_step(number, state, metrics)
-                self.saver.report()
+                self.saver.after_step(number - first)
                 profile.step(number, metrics)
                 reason = self._call_hooks(number, state, metrics, last=number == last)
                 if not reason and self._is_time_up(number):

@@ -94,9 +94,8 @@ def faults_of(function, *args, **kwargs) -> tuple[str, ...]:
 
 def test_schema_holds_leaves_in_source_order_with_their_comments():
     assert list(SCHEMA)[:3] == ["seed", "rate", "dims"]
-    assert SCHEMA["batch.global_size"] == schema.Field(
-        "batch.global_size", int, 8, "sequences per step, >= 1"
-    )
+    assert SCHEMA["batch.global_size"] == schema.Field("batch.global_size", int, 8, Batch)
+    assert SCHEMA["batch.global_size"].doc == "sequences per step, >= 1"
     assert SCHEMA["seed"].doc == "for everything random"  # inherited
     assert SCHEMA["rate"].doc == "per update, > 0; a meaning so long that it stands above"
     assert SCHEMA["batch.sequence_length"].doc == ""

@@ -49,6 +49,7 @@ def straight(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(workdir.parent / "cache"))
         patch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
+        patch.setenv("JAX_LOGGING_LEVEL", "WARNING")  # with no level set, jax's own handler prints nothing
         agent = start(workdir, "--processes", "2")
     with ended(agent):
         wait_for_step(agent, workdir, 1)
