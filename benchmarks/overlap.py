@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Layout:
 
     target: str
     overrides: Mapping[str, Any]
+    flags: tuple[str, ...] = ()  # of libtpu, switched on beside those that a run starts with
 
 
 def _layout(target: str, sequences: int, layers: int = 4, length: int = 8192, **mesh: Any) -> Layout:
@@ -53,16 +54,37 @@ def _layout(target: str, sequences: int, layers: int = 4, length: int = 8192, **
 
 
 def _in_bfloat16(layout: Layout) -> Layout:
-    return Layout(layout.target, {**layout.overrides, "precision.reduce": "bfloat16"})
+    return replace(layout, overrides={**layout.overrides, "precision.reduce": "bfloat16"})
 
+
+# v5e has no SparseCore; its compiler can run parts of a collective inside a matrix product.
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+_FUSED = (
+    _FUSION,
+    f"{_FUSION}_fuse_all_gather",
+    f"{_FUSION}_multiple_steps",
+    f"{_FUSION}_fuse_all_reduce",
+    "xla_enable_async_all_reduce",
+)
+
+
+def _fused(layout: Layout) -> Layout:
+    return replace(layout, flags=_FUSED)
+
+
+_V5E, _V5E_WHOLE = (_layout("v5e:16x16", 256, layers=layers, length=4096) for layers in (4, 32))
 
 LAYOUTS = {
     "v5p-64": _layout("v5p:4x4x4", 64),
     "v5p-64-whole": _layout("v5p:4x4x4", 64, layers=32),
     "v5p-512": _layout("v5p:8x8x8", 512),
     "v6e-256": _layout("v6e:16x16", 256),
-    "v5e-256": _layout("v5e:16x16", 256, length=4096),
-    "v5e-256-bfloat16": _in_bfloat16(_layout("v5e:16x16", 256, length=4096)),
+    "v5e-256": _V5E,
+    "v5e-256-bfloat16": _in_bfloat16(_V5E),
+    "v5e-256-fused": _fused(_V5E),
+    "v5e-256-bfloat16-fused": _fused(_in_bfloat16(_V5E)),
+    "v5e-256-whole": _V5E_WHOLE,
+    "v5e-256-whole-bfloat16-fused": _fused(_in_bfloat16(_V5E_WHOLE)),
     "v5p-64-two-slices": _layout("v5p:4x4x4x2", 128, data=2),
     "v5p-64-tensor-4": _layout("v5p:4x4x4", 64, fsdp=16, tensor=4, sequence_parallel=True),
 }
@@ -71,7 +93,9 @@ LAYOUTS = {
 def command(layout: Layout) -> str:
     """Returns the shell command that plans a layout."""
     words = " ".join(f"--config.{name}={value}" for name, value in layout.overrides.items())
-    return f"python -m jaxdist.plan --config llama3_8b --on {layout.target} {words}"
+    flags = " ".join(f"--{name}=true" for name in layout.flags)
+    environment = f'LIBTPU_INIT_ARGS="{flags}" ' if flags else ""
+    return f"{environment}python -m jaxdist.plan --config llama3_8b --on {layout.target} {words}"
 
 
 def plan_of(layout: Layout, options: CompileOptions) -> Plan:
@@ -130,8 +154,10 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     for name in flags.layouts.split(","):
-        options = CompileOptions(memory_bytes=6 * GIB, timeout_s=4 * 3600)
-        found = row(name, LAYOUTS[name], plan_of(LAYOUTS[name], options), version)
+        layout = LAYOUTS[name]
+        switched_on = tuple((flag, True) for flag in layout.flags)
+        options = CompileOptions(flags=switched_on, memory_bytes=6 * GIB, timeout_s=4 * 3600)
+        found = row(name, layout, plan_of(layout, options), version)
         keep(found, flags.out)
         print(json.dumps(found), flush=True)
 
