@@ -102,7 +102,7 @@ def test_a_tiny_config_trains(tmp_path):
 # --- goldens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", goldens.texts())
+@pytest.mark.parametrize("name", goldens.NAMES)
 def test_goldens(name):
     path = goldens.FOLDER / name
     meaning = (
@@ -110,12 +110,12 @@ def test_goldens(name):
         f"    {goldens.COMMAND}\nand let the reviewer read the difference."
     )
     assert path.is_file(), meaning
-    assert path.read_text().splitlines() == goldens.texts()[name].splitlines(), meaning
+    assert path.read_text().splitlines() == goldens.text(name).splitlines(), meaning
 
 
 def test_no_golden_is_left_over():
     found = {file.relative_to(goldens.FOLDER).as_posix() for file in goldens.FOLDER.rglob("*.*")}
-    assert found == set(goldens.texts())
+    assert found == set(goldens.NAMES)
 
 
 def test_at_most_150_keys_each_with_a_meaning():
@@ -125,7 +125,7 @@ def test_at_most_150_keys_each_with_a_meaning():
 
 
 def test_goldens_hold_splits_copies_and_refusals():
-    text = goldens.texts()["sharding/llama3_8b.txt"]
+    text = goldens.text("sharding/llama3_8b.txt")
     for word in ("(-,fsdp,tensor,-)", "8 kv heads < tensor 16: copied", "refused", "zero 1 keeps"):
         assert word in text
 

@@ -71,16 +71,18 @@ STAGED = {
     )
 }
 
+SHARDING = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
+TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
+NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)  # files below tests/golden
+
 NUM_LAYERS = {"1.3b": 24, "7b": 32, "13b": 40, "65b": 80, "70b": 80, "175b": 96, "405b": 126, "1000b": 128}
 
 
 @cache
-def texts() -> dict[str, str]:
-    """Returns `{file below tests/golden: what it should hold}`."""
-    layouts = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
-    tables = {f"sharding/{n.replace(':', '_')}.txt": sharding_text(n, x) for n, x in layouts.items()}
-    own = {"config_keys.txt": config_keys_text(), "rules_of_thumb.txt": rules_text()}
-    return own | {"jobset.json": jobset_text()} | tables
+def text(file: str) -> str:
+    """Returns what one of NAMES should hold."""
+    own = {"config_keys.txt": config_keys_text, "rules_of_thumb.txt": rules_text, "jobset.json": jobset_text}
+    return own[file]() if file in own else sharding_text(TABLES[file], SHARDING[TABLES[file]])
 
 
 def jobset_text() -> str:
@@ -142,14 +144,14 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
 
 def main() -> None:
     """Writes the files, and removes those of configs that are gone."""
-    wanted = texts()
+    wanted = {name: text(name) for name in NAMES}
     for file in FOLDER.rglob("*.*"):
         if file.relative_to(FOLDER).as_posix() not in wanted:
             file.unlink()
-    for name, text in wanted.items():
+    for name, words in wanted.items():
         path = FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(words)
 
 
 if __name__ == "__main__":
