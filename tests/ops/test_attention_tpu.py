@@ -17,7 +17,7 @@ from support.paths import ROOT, TESTS
 
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
-LAYERS, B, S, H, K, N = 2, 4, 2048, 8, 2, 64
+LAYERS, B, S, H, K, N = 2, 4, 1024, 8, 2, 64  # 2 x 2 blocks of the kernel
 # name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N) and options of attention
 CASES = {
     "none": (4, 1, False, "none", {}),
@@ -25,7 +25,7 @@ CASES = {
     "saved": (4, 1, False, "save:attention_residuals", {}),
     "packed_tensor": (1, 4, True, "save:attention_residuals", {}),
     "odd_sizes": (2, 2, True, "full", {"S": 1000, "N": 80}),
-    "gemma": (4, 1, False, "none", {"N": 256, "scale": 0.1, "softcap": 50.0, "window": 512}),
+    "gemma": (4, 1, False, "none", {"S": 2048, "N": 256, "scale": 0.1, "softcap": 50.0, "window": 512}),
 }
 
 
