@@ -286,6 +286,23 @@ def who_sums_over_samples(model_class: type) -> type | None:
     return None
 
 
+def sums_over_samples(model: nnx.Module) -> bool:
+    """Returns whether the loss of a model is a sum over samples, as a class says that speaks for all its parts.
+
+    The word of one of our classes counts for models of our layers: with others in their place, which may
+    mix samples, a subclass repeats it.
+    """
+    owner = who_sums_over_samples(type(model))
+    if owner is None or not _is_ours(owner):
+        return owner is not None
+    # A subclass of ours may be anybody's: what it replaces was looked at.
+    return all(x is model or _is_ours(type(x)) for _, x in nnx.iter_modules(model))
+
+
+def _is_ours(part: type) -> bool:
+    return part.__module__.startswith("jaxdist.")
+
+
 def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
     """Returns whether a class that has an attribute of its own may have another loss than its bases."""
     if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxdist.config import ConfigError, trees
 from jaxdist.protocols import param_names
-from jaxdist.protocols.model import is_staged, pattern_of, who_sums_over_samples
+from jaxdist.protocols.model import is_staged, pattern_of, sums_over_samples
 from jaxdist.protocols.param_names import Names
 
 Tree = Any  # nested dicts of arrays
@@ -196,7 +196,7 @@ def describe(
         patterns=tuple(frozen),
         staged=staged,
         casts_itself=getattr(model, "casts_itself", False),
-        sums_over_samples=who_sums_over_samples(type(model)) is not None,
+        sums_over_samples=sums_over_samples(model),
         **parts._asdict(),
     )
 

@@ -18,7 +18,7 @@ from jaxdist.planner import communication, targets
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
-from jaxdist.protocols.model import who_sums_over_samples
+from jaxdist.protocols.model import stack, who_sums_over_samples
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, build_train_step
@@ -157,6 +157,30 @@ def test_a_subclass_that_may_make_the_loss_otherwise_does_not_inherit_the_word()
     say_so = (Transformer, Renamed, OtherHeadThatSums, VisionTransformer, Measured, Table)
     assert all(map(who_sums_over_samples, say_so)) and who_sums_over_samples(Renamed) is Transformer
     assert not any(map(who_sums_over_samples, (OtherHead, OtherLogits, Called, Contrastive, nnx.Module)))
+
+
+class Mixer(nnx.Module):
+    """A layer that mixes samples."""
+
+    def __call__(self, x_BSD, info):
+        return x_BSD - x_BSD.mean(0), {}
+
+
+class OursOfMixers(Transformer):
+    """Takes all upon itself."""
+
+    sums_over_samples = True
+
+
+@pytest.mark.parametrize(("model_class", "sums"), [(Transformer, False), (OursOfMixers, True)])
+def test_our_word_is_not_for_layers_of_others(model_class, sums):
+    def build(rngs):
+        model = model_class(TINY, rngs=rngs)
+        assert describe(lambda rngs: model_class(TINY, rngs=rngs)).sums_over_samples
+        model.blocks = stack(lambda rngs: Mixer(), TINY.num_layers, rngs)
+        return model
+
+    assert describe(build).sums_over_samples is sums
 
 
 def test_who_may_look_up_by_index_is_in_no_region_with_two_more_axes_unless_asked():
