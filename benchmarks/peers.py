@@ -123,8 +123,12 @@ def _ratios(point: Point, ours: dict[str, Any]) -> dict[str, float]:
             ours["mid_as_the_peers_s"] / (point.peer.mid_s + point.peer.recharged_s), 3
         ),
         "all_uncovered_ours_none_of_the_peers": round(ours["mid_s"] / point.peer.mid_s, 3),
-        "peak": round(ours["peak_gib"] / point.peer.peak_gib, 3),
-    }
+    } | _memory_ratio(point, ours)
+
+
+def _memory_ratio(point: Point, ours: dict[str, Any]) -> dict[str, float]:
+    """Returns our peak over the peer's; nothing where it offloads: of the peer's, the host's part is unknown."""
+    return {} if ours["host_gib"] else {"peak": round(ours["peak_gib"] / point.peer.peak_gib, 3)}
 
 
 def _against(published_s: float, ours: dict[str, float]) -> dict[str, Any]:
@@ -153,8 +157,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "published_points": len(judged),
         "bands_that_hold": sum(found["band_holds"] for found in judged),
         "widest_high_over_low": max((found["high_over_low"] for found in judged), default=None),
-        "time_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"]["mid"] <= 1],
-        "memory_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"]["peak"] <= 1],
+        "time_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"]["mid_charged_alike"] <= 1],
+        "memory_at_or_below_peer": [r["point"] for r in ours if r["ours_over_peer"].get("peak", 2) <= 1],
     }
 
 

@@ -287,10 +287,10 @@ def who_sums_over_samples(model_class: type) -> type | None:
 
 
 def sums_over_samples(model: nnx.Module) -> bool:
-    """Returns whether the loss of a model is a sum over samples, as a class says that speaks for all its parts.
+    """Returns whether the loss of a model is a sum over samples, as a class of it says.
 
-    The word of one of our classes counts for models of our layers: with others in their place, which may
-    mix samples, a subclass repeats it.
+    The word of one of ours counts for models of our layers: with others in their place, which may mix
+    samples, a subclass repeats it.
     """
     owner = who_sums_over_samples(type(model))
     if owner is None or not _is_ours(owner):
