@@ -127,7 +127,7 @@ def _ratios(point: Point, ours: dict[str, Any]) -> dict[str, float]:
 
 
 def _memory_ratio(point: Point, ours: dict[str, Any]) -> dict[str, float]:
-    """Returns our peak over the peer's; nothing where it offloads: it is not known how much lay on the host."""
+    """Returns our peak over the peer's; nothing where it offloads: of its peak the host holds a part."""
     return {} if ours["host_gib"] else {"peak": round(ours["peak_gib"] / point.peer.peak_gib, 3)}
 
 
