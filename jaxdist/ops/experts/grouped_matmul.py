@@ -10,7 +10,8 @@ the last group are spare rows, whose results mean nothing (they may be NaN).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,9 +35,20 @@ class Backend:
     kernel_gradient: Callable[..., jax.Array]
 
 
-def choose() -> Backend:
-    """Returns the backend of the platform in force."""
-    return BACKENDS[execution.current().platform]
+def choose(spare: float = 1.0) -> Backend:
+    """Returns the backend of the platform in force.
+
+    Args:
+      spare: of the rows that it is given, how many times those that an even load fills.
+    """
+    backend = BACKENDS[execution.current().platform]
+    if backend.matmul is not _padded_matmul or spare == 1:
+        return backend
+    return replace(
+        backend,
+        matmul=partial(_padded_matmul, spare=spare),
+        kernel_gradient=partial(_padded_gradient, spare=spare),
+    )
 
 
 # --- CPU: blocks of one group ---------------------------------------------------------------------
@@ -106,9 +118,9 @@ def _blocked_gradient(x, dy, sizes, total, dtype):
 SHARE_SLACK = 1.25  # rows of a group in a round, relative to the even share
 
 
-def share_rows(rows: int, groups: int) -> int:
+def share_rows(rows: int, groups: int, spare: float = 1.0) -> int:
     """Returns the rows that each group has in a round: a multiple of 16, of which tensor cores take tiles."""
-    return -(-math.ceil(SHARE_SLACK * rows / groups) // 16) * 16
+    return -(-math.ceil(max(1.0, SHARE_SLACK / spare) * rows / groups) // 16) * 16
 
 
 def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: int) -> Any:
@@ -128,9 +140,9 @@ def _padded_allocated(rows: int, groups: int) -> int:
     return rows
 
 
-def _padded_matmul(x, kernels, sizes, *, transposed: bool = False):
+def _padded_matmul(x, kernels, sizes, *, transposed: bool = False, spare: float = 1.0):
     R, E = x.shape[0], kernels.shape[0]
-    share = share_rows(R, E)
+    share = share_rows(R, E, spare)
     equation = "ecn,ekn->eck" if transposed else "eck,ekn->ecn"
     ends = jnp.cumsum(sizes)
     group = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
@@ -146,8 +158,8 @@ def _padded_matmul(x, kernels, sizes, *, transposed: bool = False):
     return _over_shares(add, zeros, sizes, share)
 
 
-def _padded_gradient(x, dy, sizes, total, dtype):
-    share = share_rows(x.shape[0], sizes.shape[0])
+def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
+    share = share_rows(x.shape[0], sizes.shape[0], spare)
     if total is None:
         total = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
 

@@ -204,7 +204,7 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         E,
         chunk,
         options.activation,
-        grouped_matmul.choose(),
+        grouped_matmul.choose(options.slack if chunk != rows else 1.0),
         jnp.dtype(now.reduce),
         over[0] if over else "",
         parts,
