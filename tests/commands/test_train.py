@@ -34,7 +34,8 @@ def corpus(tmp_path_factory):
 def finished(tmp_path_factory, corpus):
     """Returns the workdir of a run of two steps, and the arguments that made it."""
     folder = tmp_path_factory.mktemp("run")
-    arguments = ["--config", "quickstart", "--workdir", str(folder), *overrides(*FEW, *corpus)]
+    settings = overrides(*FEW, "train.sample_tokens=0", *corpus)
+    arguments = ["--config", "quickstart", "--workdir", str(folder), *settings]
     assert train.main(arguments) == 0
     assert (folder / "checkpoints" / "2").is_dir()
     return folder, arguments

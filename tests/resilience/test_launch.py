@@ -78,7 +78,8 @@ def test_processes_of_one_machine_compile_a_step_once(straight):
     assert not any(line.startswith("[1]") and "MISS" in line for line in said)
 
 
-def test_preempted_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path):
+def test_preempted_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(straight.parent / "cache"))  # the same step
     workdir, capacity = tmp_path / "run", tmp_path / "capacity"
     capacity.write_text("2")
     flags = ["--processes", "2", "--min-processes", "1", "--capacity-file", str(capacity)]
