@@ -23,6 +23,7 @@ TINY = {
     "train.max_minutes": 0,
     "train.eval_every": 0,
     "train.log_every": 1,
+    "train.sample_tokens": 0,  # quickstart writes 400, which takes longer than these runs
     "batch.sequence_length": 32,
     "batch.global_size": 8,
     "model.num_layers": 2,

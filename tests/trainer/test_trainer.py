@@ -28,7 +28,7 @@ from support.runs import (
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("straight") / "run"
-    train(workdir)
+    train(workdir, train__sample_tokens=8)
     return workdir
 
 
@@ -44,6 +44,7 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     events = [event["event"] for event in read_events(straight)]
     assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 10
     run = json.loads((straight / "run.json").read_text())
+    assert (straight / "sample.txt").stat().st_size > 8
     assert run["parameters"] > 10_000 and run["flops_per_token"]["causal"] > 0
 
 
@@ -63,7 +64,8 @@ def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
     workdir = tmp_path / "moved"
     train_and_kill(workdir, 30)
     layout = {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__data": 2, "batch__accumulation": 2}
-    train(workdir, devices=8, **layout)
+    train(workdir, devices=8, train__sample_tokens=8, **layout)
+    assert (workdir / "sample.txt").stat().st_size > 8
     run = json.loads((workdir / "run.json").read_text())
     assert run["mesh"]["tensor"] == 2 and run["num_devices"] == 8
     reference = losses(straight)
