@@ -56,7 +56,7 @@ _OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/plan.md"
 _PEERS = "the largest peer's programs by libtpu 0.0.50.1, compute and attention alone, beside published steps"
 SURE = {
     "v5e": f"{_OURS}: the middle was off by -1, +1 and +17 % on three v5e points, all in the band",
-    "v5p": f"{_OURS}: the middle was off by +3 to +24 % on four v5p points, all in the band",
+    "v5p": f"{_OURS}: the middle was off by +2 to +11 % on four v5p points, all in the band",
     "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
     "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
     "tpu7x": "no published step was compared on this chip, and its clock is a guess",

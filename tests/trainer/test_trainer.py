@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -58,6 +59,26 @@ def test_kill_9_and_the_same_command_give_the_same_run_bitwise(straight, tmp_pat
     assert all(len(values) == 1 for values in every_loss(workdir).values())
     assert losses(workdir) == losses(straight)
     assert same_state(workdir, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"mesh__data": 4, "batch__accumulation": 2},
+        {"mesh__data": 2, "mesh__fsdp": 2, "mesh__zero": 1, "batch__accumulation": 2},
+        {"mesh__pipeline": 2, "mesh__data": 2, "pipeline__microbatches": 4},
+    ],
+    ids=["data", "zero 1", "pipeline"],
+)
+def test_a_resume_is_bitwise_where_gradients_are_summed_once_a_step(layout, tmp_path):
+    layout |= {"devices": 4}
+    done = train(tmp_path / "straight", **layout)
+    assert re.search(r"gradients: summed over [^,(]* once a step,", done.stdout)
+    train_and_kill(tmp_path / "killed", 40, **layout)
+    assert "resumed after step" in train(tmp_path / "killed", **layout).stdout
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert same_state(tmp_path / "killed", tmp_path / "straight")
 
 
 def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
