@@ -16,6 +16,8 @@ from jaxdist.config import ConfigError, suggest
 
 INPUT = "block_input"  # what is always kept; naming it says where
 RESIDUALS = "attention_residuals"  # what attention's backward pass reads: output and logsumexp
+PROJECTED = "attention_projection"
+RESIDUAL_STREAM = (INPUT, PROJECTED, "mlp_out")  # those that sequence parallelism splits over tensor
 # Names that our models give to activations, for `save:` and `offload:` policies.
 NAMES = (
     INPUT,
@@ -24,7 +26,7 @@ NAMES = (
     "value",
     RESIDUALS,
     "attention_out",
-    "attention_projection",
+    PROJECTED,
     "mlp_gate",
     "mlp_up",
     "mlp_out",

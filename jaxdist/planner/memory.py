@@ -180,7 +180,7 @@ class _Step:
         offloaded = remat.named_in(self.policy)["offload"]
         kept = Counter[str]()
         for name, size in self.block.kept:
-            split = name == remat.INPUT and self.rules.sequence_parallel
+            split = name in remat.RESIDUAL_STREAM and self.rules.sequence_parallel
             shards = self.rules.shape.sizes["tensor"] if split else 1
             kept[HOST if name in offloaded else f"saved: {name}"] += size * depth * self.times // shards
         return dict(kept)

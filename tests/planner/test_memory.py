@@ -172,6 +172,15 @@ def test_a_pipelines_slots_do_not_grow_with_microbatches():
 
 # Compilers' own peaks in bytes (peak_memory_in_bytes): jax 0.10.2 with libtpu 0.0.42.1, or with its CUDA
 # plugin, no device at hand, 2026-11-20. To measure again: python -m jaxdist.plan --config NAME --on TARGET.
+WIDE_64B = {"num_layers": 64, "d_model": 8192, "d_ff": 28_672, "num_heads": 64, "num_kv_heads": 64}
+SEQUENCE_PARALLEL = {
+    "batch.global_size": 192,
+    "mesh.fsdp": 16,
+    "mesh.tensor": 4,
+    "mesh.sequence_parallel": True,
+    "remat.policy": "save:query,key,value,attention_projection,mlp_gate,mlp_up",
+    **{f"model.{name}": size for name, size in WIDE_64B.items()},
+}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_288_891_584),
     ("llama3_8b", "v5p:2x2x4", {}, 23_648_186_560),
@@ -179,6 +188,7 @@ PEAKS = [
     ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8}, 44_003_267_264),
     ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8, "mesh.fsdp": 16, "mesh.tensor": 4}, 73_436_325_568),
     ("dense_16b", "v5e:16x16", {}, 9_805_376_000),
+    ("dense_16b", "v5p:4x4x4", SEQUENCE_PARALLEL, 97_267_675_328),
     ("llama3_8b", "h100:1x8", {}, 48_477_307_308),
     ("llama3_8b", "h100:1x8", {"remat.policy": "dots"}, 207_298_298_284),
     ("llama3_8b", "h100:1x8", {"batch.accumulation": 8}, 26_729_742_780),
