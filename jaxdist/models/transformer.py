@@ -3,6 +3,7 @@
 Single-device code: dims have logical names, no mesh axis is mentioned. Letters: see `layers`.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.models import layers
+from jaxdist.models import experts, layers
+from jaxdist.models.experts import Experts
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.attention_reference import soft_capped
@@ -21,6 +23,7 @@ from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import (
     Batch,
     BlockInfo,
+    BlockOutput,
     Loss,
     pattern_of,
     run_blocks,
@@ -53,7 +56,7 @@ class Attention(nnx.Module):
         self.query = layers.normal(rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim"))
         self.key = layers.normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
         self.value = layers.normal(rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim"))
-        self.out = layers.normal(rngs, (*heads, c.d_model), _output_std(c), ("heads", "head_dim", "d_model"))
+        self.out = layers.normal(rngs, (*heads, c.d_model), c.output_std, ("heads", "head_dim", "d_model"))
         if c.bias != "none":
             self.query_bias = layers.normal(rngs, heads, 0, ("heads", "head_dim"))
             self.key_bias = layers.normal(rngs, kv, 0, ("kv_heads", "head_dim"))
@@ -91,15 +94,15 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Gated (arXiv:2002.05202) or plain feed-forward part."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        c, std = config, config.init_std
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, d_ff: int = 0):
+        c, std, d_ff = config, config.init_std, d_ff or config.d_ff
         self.activation = c.activation
         if c.gated:
-            self.gate = layers.normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
-        self.up = layers.normal(rngs, (c.d_model, c.d_ff), std, ("d_model", "d_ff"))
-        self.down = layers.normal(rngs, (c.d_ff, c.d_model), _output_std(c), ("d_ff", "d_model"))
+            self.gate = layers.normal(rngs, (c.d_model, d_ff), std, ("d_model", "d_ff"))
+        self.up = layers.normal(rngs, (c.d_model, d_ff), std, ("d_model", "d_ff"))
+        self.down = layers.normal(rngs, (d_ff, c.d_model), c.output_std, ("d_ff", "d_model"))
         if c.bias == "all":
-            self.up_bias = layers.normal(rngs, (c.d_ff,), 0, ("d_ff",))
+            self.up_bias = layers.normal(rngs, (d_ff,), 0, ("d_ff",))
             self.down_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -117,17 +120,20 @@ class Block(nnx.Module):
         if c.norm_position != "pre":
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         self.attention = Attention(config, rngs)
-        self.mlp = FeedForward(config, rngs)
+        self.mlp = _feed_forward(config, rngs)
 
-    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
+    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> BlockOutput:
         mixed = self.attention(self._entering("attention", x_BSD), context)
-        return self._rest(x_BSD, mixed, context), {}
+        return self._rest(x_BSD, mixed, context)
 
-    def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: BlockInfo) -> jax.Array:
+    def _rest(self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: BlockInfo) -> BlockOutput:
         """Returns the layer's output from what its attention gave."""
         x_BSD = x_BSD + layers.dropout(self._leaving("attention", mixed_BSD), self.dropout, context, 1)
-        y = self.mlp(self._entering("mlp", x_BSD))
-        return layers.residual(x_BSD + layers.dropout(self._leaving("mlp", y), self.dropout, context, 2))
+        entering = self._entering("mlp", x_BSD)
+        mlp = self.mlp
+        y, *sums = mlp(entering, context) if isinstance(mlp, Experts) else BlockOutput(mlp(entering))
+        x_BSD = x_BSD + layers.dropout(self._leaving("mlp", y), self.dropout, context, 2)
+        return BlockOutput(layers.residual(x_BSD), *sums)
 
     def _entering(self, part: str, x_BSD: jax.Array) -> jax.Array:
         x_BSD = x_BSD if self.position == "post" else getattr(self, f"{part}_norm")(x_BSD)
@@ -145,7 +151,7 @@ class Block(nnx.Module):
         mixed = cached_attention(
             q, keys[context.layer], values[context.layer], positions, **self.attention.options(context)
         )
-        x_BTD = self._rest(x_BTD, layers.merge_heads(self.attention, mixed), context)
+        x_BTD = self._rest(x_BTD, layers.merge_heads(self.attention, mixed), context).x
         return x_BTD, cache._replace(keys=keys, values=values)
 
 
@@ -171,8 +177,24 @@ class Transformer(nnx.Module):
         """Returns the next-token loss; key None means no dropout."""
         return staged_loss(self, batch, key)
 
+    def update(self, stats: Mapping[str, jax.Array]) -> None:
+        """Changes what keeps the load of experts even, once a step."""
+        if self.config.num_experts:
+            blocks: Any = self.blocks
+            blocks.mlp.update(stats)
+
+    @staticmethod
+    def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns what a row of metrics says of a step's stats."""
+        return experts.metrics(stats)
+
     def prepare(self, batch: Batch) -> dict[str, jax.Array]:
-        """Returns the rotary tables, which every block reads."""
+        """Returns the rotary tables, and the weights of tokens if experts count them."""
+        c = self.config
+        counted = c.num_experts > 0 and "weights" in batch
+        return self._rotary(batch) | ({experts.WEIGHTS: batch["weights"]} if counted else {})
+
+    def _rotary(self, batch: Batch) -> dict[str, jax.Array]:
         c = self.config
         if c.positions != "rotary":
             return {}
@@ -274,9 +296,13 @@ def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
     return jax.lax.scatter(cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True)
 
 
-def _output_std(config: TransformerConfig) -> float:
-    """Returns the scale of projections into the residual stream (GPT-2: shrunk by depth)."""
-    return 0.0 if config.zero_init_outputs else config.init_std / (2 * config.num_layers) ** 0.5
+def _feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Experts:
+    c, shared = config, None
+    if not c.num_experts:
+        return FeedForward(c, rngs)
+    if c.num_shared_experts:  # several are one of their width together
+        shared = FeedForward(c, rngs, c.num_shared_experts * c.expert_width)
+    return Experts(c, rngs, shared)
 
 
 def _head_norm(config: TransformerConfig, heads: int, size: int, name: str) -> layers.Norm:

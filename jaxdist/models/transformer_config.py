@@ -55,6 +55,25 @@ class TransformerConfig:
     loss_chunk: NonNegativeInt = 1024  # tokens per device scored at once; 0 = all
     init_std: NonNegativeFloat = 0.02  # of embeddings and kernels
     zero_init_outputs: bool = False  # blocks start as identity: attention and mlp outputs at 0
+    num_experts: NonNegativeInt = 0  # of every feed-forward part; 0 = dense
+    experts_per_token: PositiveInt = 2  # how many of them a token goes to
+    expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
+    num_shared_experts: NonNegativeInt = 0  # experts besides, that all tokens go to
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits; DeepSeek-V3: sigmoid
+    normalise_top_k: bool = True  # a token's weights are divided by their sum
+    route_scale: PositiveFloat = 1.0  # factor of the weights
+    expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
+    expert_top_groups: NonNegativeInt = 0  # how many of them are open to a token, the best ones
+    # what keeps their load even: a bias of the choice, moved after each step (DeepSeek-V3); a loss of each
+    # sequence; a loss of the batch, by the load of the step before
+    balance: Literal["none", "bias", "sequence", "batch"] = "bias"
+    balance_rate: PositiveFloat = 1e-3  # by which a step moves a bias
+    balance_weight: PositiveFloat = 1e-2  # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
+    router_z_loss: NonNegativeFloat = (
+        0.0  # weight of log(Z)^2 of the router's logits, each layer's, e.g. 1e-3
+    )
+    # in training an expert takes so many times its even share of a sequence, and drops the rest; 0 = all
+    capacity_factor: NonNegativeFloat = 0.0
 
     @property
     def rotary_dims(self) -> int:
@@ -70,11 +89,32 @@ class TransformerConfig:
     def tensor_parallel_dims(self) -> tuple[str, ...]:
         """The sizes that the mesh axis tensor must divide; fewer kv heads are copied."""
         kv = ("num_kv_heads",) * (1 < self.num_kv_heads == self.num_heads)
-        return ("num_heads", *kv, "d_ff", "vocab_size")
+        return ("num_heads", *kv, "d_ff", *("expert_d_ff",) * (self.expert_d_ff > 0), "vocab_size")
+
+    @property
+    def output_std(self) -> float:
+        """Returns the scale of projections into the residual stream (GPT-2: shrunk by depth)."""
+        return 0.0 if self.zero_init_outputs else self.init_std / (2 * self.num_layers) ** 0.5
+
+    @property
+    def expert_width(self) -> int:
+        """Returns the width inside an expert."""
+        return self.expert_d_ff or self.d_ff
+
+    @property
+    def active_d_ff(self) -> int:
+        """Returns the feed-forward width that a token passes, of all its experts together."""
+        if not self.num_experts:
+            return self.d_ff
+        return (self.experts_per_token + self.num_shared_experts) * self.expert_width
 
     def flops_per_token(self, sequence_length: int, convention: Convention) -> float:
-        """Returns model FLOPs per token, forward and backward, by `transformer_flops_per_token`."""
-        sizes = {name: getattr(self, name) for name in (*SIZES, "gated", "layer_pattern", "window")}
+        """Returns model FLOPs per token, forward and backward, by `transformer_flops_per_token`.
+
+        Of experts those count that a token goes to.
+        """
+        names = (*SIZES, "gated", "layer_pattern", "window", "num_experts")
+        sizes = {name: getattr(self, name) for name in names} | {"d_ff": self.active_d_ff}
         return transformer_flops_per_token(**sizes, sequence_length=sequence_length, convention=convention)
 
     def tiny(self, sequence_length: int) -> dict[str, Any]:
@@ -96,6 +136,23 @@ class TransformerConfig:
             sizes |= {"layer_pattern": pattern, "window": min(self.window, max(sequence_length // 4, 1))}
         if self.rotary_fraction < 1:
             sizes["rotary_fraction"] = 0.5  # an even number of dims
+        return sizes | (self._tiny_experts() if self.num_experts else {})
+
+    def _tiny_experts(self) -> dict[str, Any]:
+        """Returns eight experts or fewer: one, two or all of them a token, in groups if there are any."""
+        E = min(self.num_experts, 8)
+        k = E if self.experts_per_token == self.num_experts else min(self.experts_per_token, 2, E)
+        sizes = {"num_experts": E, "experts_per_token": k}
+        if self.expert_d_ff:
+            sizes["expert_d_ff"] = 48
+        if self.num_shared_experts:
+            sizes["num_shared_experts"] = min(self.num_shared_experts, 2)
+        if self.expert_groups:
+            E = sizes["num_experts"] = 8 if k < E else E
+            groups = 4 if self.expert_groups >= 4 and k <= 2 else 2 if self.expert_groups > 1 else 1
+            all_open = self.expert_top_groups == self.expert_groups
+            sizes["expert_groups"] = groups
+            sizes["expert_top_groups"] = groups if all_open else min(self.expert_top_groups, groups - 1)
         return sizes
 
     def faults(self) -> Iterator[str]:
@@ -124,3 +181,51 @@ class TransformerConfig:
                         f"model.{name}={getattr(self, name)}: {pattern} has no local layers; set "
                         f"model.layer_pattern (local, or local,global) or model.{name}=0"
                     )
+        yield from self._expert_faults()
+
+    def _expert_faults(self) -> Iterator[str]:
+        E, k = self.num_experts, self.experts_per_token
+        unused = [*_EXPERT_FIELDS] if not E else [*self._unused_balance()]
+        changed = [n for n in unused if getattr(self, n) != getattr(type(self), n)]
+        if changed and not E:
+            yield (
+                f"model.{changed[0]}={getattr(self, changed[0])} needs experts, and model.num_experts=0 is a "
+                f"dense model; set model.num_experts, or leave model.{changed[0]} as it is"
+            )
+        elif changed:
+            yield (
+                f"model.{changed[0]}={getattr(self, changed[0])} does nothing with model.balance="
+                f"{self.balance}; leave it as it is, or set model.balance"
+            )
+        if not E:
+            return
+        if k > E:
+            yield f"model.experts_per_token={k} of model.num_experts={E}; set it to at most {E}"
+        if self.bias == "all":
+            yield "model.bias=all: experts have no biases; set model.bias to none, qkv or attention"
+        groups, top = self.expert_groups, self.expert_top_groups
+        if not groups and not top:
+            return
+        if not groups or E % groups or E // groups < 2:
+            yield (
+                f"model.expert_groups={groups} for model.num_experts={E}: groups are equal, of two experts "
+                f"or more; set a divisor of {E} up to {E // 2}, or expert_groups and expert_top_groups to 0"
+            )
+        elif not 1 <= top <= groups or top * (E // groups) < k:
+            yield (
+                f"model.expert_top_groups={top}: {k} experts a token from groups of {E // groups}; set it "
+                f"between {-(-k // (E // groups))} and model.expert_groups={groups}"
+            )
+
+    def _unused_balance(self) -> Iterator[str]:
+        if self.balance != "bias":
+            yield "balance_rate"
+        if self.balance not in ("sequence", "batch"):
+            yield "balance_weight"
+
+
+_EXPERT_FIELDS = (  # that a dense model leaves as they are
+    "experts_per_token", "expert_d_ff", "num_shared_experts", "scores", "normalise_top_k", "route_scale",
+    "expert_groups", "expert_top_groups", "balance", "balance_rate", "balance_weight", "router_z_loss",
+    "capacity_factor",
+)  # fmt: skip

@@ -13,6 +13,7 @@ transposed, which costs a quarter of the step. TPU multiplies arrays as they are
 their size copies both, 5 % of a step. And there the sum over devices is written out.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,10 +83,25 @@ def _project(x, kernels, names: tuple[Names, ...], contract: int):
 
 def _forward(x, kernels, names, contract):
     gathered = _gathered(kernels, names, x.dtype)
-    return tuple(_product(x, kernel, contract) for kernel in gathered), (x, kernels)
+    with _precision(x):
+        return tuple(_product(x, kernel, contract) for kernel in gathered), (x, kernels)
 
 
 def _backward(names, contract, residuals, cotangents):
+    with _precision(residuals[0]):
+        return _gradients(names, contract, residuals, cotangents)
+
+
+def _precision(x) -> contextlib.AbstractContextManager[object]:
+    """Returns the setting of a product: float32 that is wider than the compute dtype is meant (routers).
+
+    TPUs would multiply it in bfloat16.
+    """
+    wide = x.dtype.itemsize > execution.current().compute_dtype(x.dtype).itemsize
+    return jax.default_matmul_precision("highest") if wide else contextlib.nullcontext()
+
+
+def _gradients(names, contract, residuals, cotangents):
     x, kernels = residuals
     gathered = _gathered(kernels, names, x.dtype)
     gradients: list[jax.Array | None] = []

@@ -14,6 +14,7 @@ samples (contrastive), that is a mean, or weighted by a sum over the batch is no
 replaces some of the class does not inherit the word.
 
 Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see `as_metrics`.
+And a static `stats_metrics(stats)`, what rows of metrics say of a step's stats: name -> scalar or array.
 
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
 `flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
@@ -268,7 +269,7 @@ def as_loss(value: Any, batch: Batch) -> Loss:
 
 # What makes a loss even where a class has it first, and what a subclass may replace without changing it.
 _OF_THE_LOSS = ("__init__", "__call__", "loss", "embed", "prepare", "head")
-_BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "update")
+_BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "stats_metrics", "update")
 
 
 def who_sums_over_samples(model_class: type) -> type | None:

@@ -1,6 +1,6 @@
 """One optimizer update: clipping, rate, skipped steps and the moving average."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +19,8 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.gradients import Sums
 from jaxdist.step.state import Metrics, OptState, State
 
+StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
+
 
 @dataclass(frozen=True)
 class UpdateRule:
@@ -29,6 +31,7 @@ class UpdateRule:
     clip: float  # largest global norm of gradients; 0 = no limit
     ema_decay: float  # of the moving average of weights; 0 = none
     names: Tree  # logical names of the trained parameters, as the step holds them
+    stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         """Returns the state after one update by summed gradients, unchanged if they are not finite."""
@@ -49,7 +52,7 @@ class UpdateRule:
             "tokens": _count_tokens(batch, norm),
             "skipped": skipped,
             **{f"aux/{name}": value / count for name, value in loss.aux.items()},
-            **_stats_metrics(loss.stats),
+            **_stats_metrics(self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats),
         }
         after = State(
             state.step + 1,
@@ -89,11 +92,13 @@ def build_update_rule(
       spec: with flat blocks.
       names: logical names of the trained parameters, as the step holds them.
     """
+    figures = getattr(spec.model_class, "stats_metrics", None)
+    figures = figures if callable(figures) else None
     if not isinstance(optimizer, OptimizerConfig):
-        return UpdateRule(optimizer, None, 0.0, ema_decay, names)
+        return UpdateRule(optimizer, None, 0.0, ema_decay, names, figures)
     # The rate is applied by the step: see `UpdateRule._updates`.
     transform = build_optimizer(optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names)
-    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names)
+    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names, figures)
 
 
 def _stored_rate(moments: Tree) -> jax.Array | None:

@@ -34,13 +34,15 @@ def transformer_flops_per_token(
     gated: bool = True,
     layer_pattern: Sequence[str] = ("global",),
     window: int = 0,
+    num_experts: int = 0,
 ) -> float:
     """Returns model FLOPs per token, forward and backward, of a decoder-only transformer.
 
     6 x (matmul parameters that a token uses, output head included) + 12 x H x N x span of each layer,
     where span is the attended length: S ("full", masked or not) or S/2 ("causal"); W - W^2 / 2S in a
     "local" layer of the pattern, whose tokens see W = min(window, S) of them. `gated` feed-forwards
-    have three matrices (SwiGLU) instead of two.
+    have three matrices (SwiGLU) instead of two. With experts `d_ff` is the width of those that a token goes
+    to, together, and the router is a matrix more.
     Source: Kaplan et al. 2020, PaLM appendix B (full); the causal half as in nanochat, Llama.
 
     Leaves out the embedding lookup, norms, softmax, activations, rotary embeddings, biases, the
@@ -48,7 +50,8 @@ def transformer_flops_per_token(
     """
     attention = 2 * d_model * (num_heads + num_kv_heads) * head_dim
     feed_forward = (3 if gated else 2) * d_model * d_ff
-    matmul_params = num_layers * (attention + feed_forward) + d_model * vocab_size
+    router = d_model * num_experts
+    matmul_params = num_layers * (attention + feed_forward + router) + d_model * vocab_size
     W = {"local": min(window, sequence_length)}
     seen = [W.get(layer_pattern[i % len(layer_pattern)], sequence_length) for i in range(num_layers)]
     causal = sum(w - w * w / (2 * sequence_length) for w in seen)

@@ -19,6 +19,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
+from jaxdist.protocols.param_names import Names
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -140,8 +141,21 @@ def unit(run: RunConfig) -> str:
 
 
 def counts(run: RunConfig, spec: ModelSpec) -> str:
-    """Returns how many parameters there are, and how many of them are trained."""
-    return adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts
+    """Returns how many parameters there are, how many of them are trained, and how many a token uses."""
+    text = adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts
+    active = active_parameters(run, spec)
+    return text + f", {active:,} active for a token" * (active < spec.parameter_count)
+
+
+def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
+    """Returns how many parameters a token uses: of experts those that it goes to."""
+    return sum(round(x.size * active_share(run, names)) for x, names in spec.named_parameters().values())
+
+
+def active_share(run: RunConfig, names: Names) -> float:
+    """Returns the share of a parameter that a token uses, 1 but for kernels of experts."""
+    experts, chosen = (run.model.get(name) for name in ("num_experts", "experts_per_token"))
+    return chosen / experts if "experts" in names and experts and chosen else 1.0
 
 
 def num_microbatches(run: RunConfig, shape: MeshShape) -> int:

@@ -18,6 +18,8 @@ def sized(config: ConfigDict, size: str | None) -> ConfigDict:
     if size == "tiny":
         grouped = config.model.num_kv_heads < config.model.num_heads
         tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
+        if config.model.get("num_experts"):
+            tiny |= {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_d_ff": 128}
         with config.ignore_type():
             config.update_from_flattened_dict(tiny)
     return config

@@ -31,7 +31,14 @@ from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json, extension
-from jaxdist.trainer.build import batch_shapes, placements, targets_per_sample, unit
+from jaxdist.trainer.build import (
+    active_parameters,
+    active_share,
+    batch_shapes,
+    placements,
+    targets_per_sample,
+    unit,
+)
 from jaxdist.trainer.run_config import HARMLESS, RunConfig, known_fingerprints, run_fingerprint
 
 CONFIG, RUN, LOCK = "config.json", extension.RUN, ".lock"
@@ -239,6 +246,7 @@ def describe_run(
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
         extension.SCHEDULE_KEY: schedule.to_json(),
         "parameters": spec.parameter_count,
+        "active_parameters": active_parameters(run, spec),
         "unit": unit(run),
         "flops_per_token": model_flops(run, spec),
         "sharding": [
@@ -286,7 +294,7 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
         kind = role_of(path.split("/"), x.shape, names).kind
         tied = bool(run.model.get("tie_embeddings"))
         scores = kind == "embedding" and names[:1] == ("vocab",) and tied
-        less += 2 * count * (kind in ("matrix", "head") or scores)
+        less += 2 * count * active_share(run, names) * (kind in ("matrix", "head") or scores)
     return less - 6 * spec.trainable_count * bool(run.lora.rank)
 
 

@@ -1,0 +1,400 @@
+"""The transformer with experts: a dense reference, balance, padding, layouts, decoding, what is refused."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist.config import ConfigError
+from jaxdist.config.schema import faults
+from jaxdist.interop import hf_config
+from jaxdist.models import experts, lora
+from jaxdist.models.experts import Experts
+from jaxdist.models.transformer import Transformer, TransformerConfig
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.optimizers import build_optimizer
+from jaxdist.optim.roles import role_of
+from jaxdist.parallel import execution
+from jaxdist.protocols.model import BlockInfo
+from jaxdist.protocols.model_spec import describe
+from jaxdist.telemetry.flops import jaxpr_flops
+from support.models import FAST_COMPILE, TINY, model_of, worst
+from support.pipelines import Case, batch_for, build
+
+E, K = 8, 2
+MOE = replace(TINY, num_kv_heads=2, num_experts=E, experts_per_token=K, expert_d_ff=24, router_z_loss=1e-2)
+VARIANTS = {
+    "mixtral": replace(MOE, balance="none"),
+    "olmoe": replace(MOE, balance="batch", balance_weight=0.5, normalise_top_k=False),
+    "deepseek": replace(
+        MOE, scores="sigmoid", route_scale=2.5, expert_groups=4, expert_top_groups=2, num_shared_experts=2
+    ),
+    "plain": replace(MOE, balance="sequence", balance_weight=0.5, gated=False, activation="gelu"),
+}
+
+
+# --- one part against all experts on all tokens ----------------------------------------------------
+
+
+def part_of(config: TransformerConfig) -> Experts:
+    """Returns the feed-forward part of the first layer, its state moved."""
+    graph, state = nnx.split(model_of(config).blocks)
+    part = nnx.merge(graph, jax.tree.map(lambda x: x[0], state)).mlp
+    shift = jnp.sin(jnp.arange(E, dtype=jnp.float32))
+    if config.balance == "bias":
+        part.choice_bias.set_value(0.2 * shift)
+    if config.balance == "batch":
+        part.last_load.set_value((2 + shift) / (2 + shift).sum())
+    return part
+
+
+def sample(length: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x [B, S, D] and weights [B, S], of which some are 0 and some are not 1."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(4, length, TINY.d_model)).astype(np.float32)
+    weights = random.choice(np.array([0, 0.5, 1, 2], np.float32), x.shape[:2])
+    weights[3] = 0
+    return x, weights
+
+
+def objective(part: Experts, x, weights, dense: bool):
+    """Returns a loss of output and aux, and the output, aux terms and stats."""
+    info = BlockInfo(None, jnp.int32(0), {experts.WEIGHTS: weights})
+    y, aux, stats = (reference if dense else Experts.__call__)(part, x, info)
+    return jnp.sum(y * y) + sum(aux.values()), (y, aux, stats)
+
+
+def reference(part: Experts, x, info):
+    """Returns what all experts on all tokens give, weighted, and the sums as their definitions have them."""
+    c, weights = part.config, info.fields[experts.WEIGHTS]
+    logits = x @ part.router[...]
+    scores = jax.nn.softmax(logits) if c.scores == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores + (part.choice_bias[...].reshape(1, 1, E) if c.balance == "bias" else 0)
+    if c.expert_groups:
+        grouped = choice.reshape(*choice.shape[:2], c.expert_groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), c.expert_top_groups)[1]
+        mask = jax.nn.one_hot(best, c.expert_groups).sum(-2) > 0
+        choice = jnp.where(mask[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    chosen = jax.nn.one_hot(jax.lax.top_k(choice, K)[1], E).sum(-2)
+    gates = scores * chosen
+    gates = c.route_scale * (gates / gates.sum(-1, keepdims=True) if c.normalise_top_k else gates)
+    up = jnp.einsum("bsd,edf->bsef", x, part.up[...])
+    if c.gated:
+        hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, part.gate[...])) * up
+    else:
+        hidden = jax.nn.gelu(up)
+    y = jnp.einsum("bsef,efd,bse->bsd", hidden, part.down[...], gates)
+    if c.num_shared_experts:
+        s = part.shared
+        y += (jax.nn.silu(x @ s.gate[...]) * (x @ s.up[...])) @ s.down[...]
+    aux, shares = {}, scores / scores.sum(-1, keepdims=True)
+    if c.balance == "sequence":
+        total = 0.0
+        for b in range(3):  # the fourth has no weight
+            w = weights[b] / weights[b].sum()
+            f, p = E / K * (w @ chosen[b]), w @ shares[b]
+            total += weights[b].sum() * (f * p).sum()
+        aux["balance"] = c.balance_weight * total
+    if c.balance == "batch":
+        tokens = weights.sum()
+        mean = jnp.einsum("bs,bse->e", weights, shares) / tokens
+        aux["balance"] = c.balance_weight * tokens * E * (part.last_load[...] * mean).sum()
+    z = jax.nn.logsumexp(logits, -1)
+    aux["router_z_loss"] = c.router_z_loss * (weights * z**2).sum()
+    return y, aux, {experts.LOAD: jnp.einsum("bs,bse->e", 1.0 * (weights > 0), chosen)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_output_gradients_and_sums_are_those_of_all_experts_on_all_tokens(name):
+    part, (x, weights) = part_of(VARIANTS[name]), sample()
+    graph, parameters, rest = nnx.split(part, nnx.Param, ...)
+
+    def loss(parameters, x, dense):
+        return objective(nnx.merge(graph, parameters, rest), x, weights, dense)
+
+    both = [
+        jax.jit(jax.value_and_grad(lambda p, x, d=d: loss(p, x, d), argnums=(0, 1), has_aux=True))(
+            parameters, x
+        )
+        for d in (False, True)
+    ]
+    ((value, (y, aux, stats)), gradients), ((expected, (dense, terms, counts)), of_dense) = both
+    assert abs(value - expected) < 1e-6 * abs(expected) and worst(y, dense) < 2e-6
+    assert aux.keys() == terms.keys() and worst(aux, terms) < 1e-6
+    assert set(aux) == {"router_z_loss"} | (
+        {"balance"} if VARIANTS[name].balance in ("sequence", "batch") else set()
+    )
+    assert worst(gradients, of_dense) < 2e-6
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(of_dense))
+    np.testing.assert_array_equal(stats[experts.LOAD], counts[experts.LOAD])
+    assert stats[experts.LOAD].sum() == K * (weights > 0).sum() and stats[experts.DROPS] == 0
+
+
+def test_router_logits_are_float32_whatever_the_compute_dtype():
+    part, (x, _) = part_of(VARIANTS["mixtral"]), sample()
+    with execution.activate(compute="bfloat16"):
+        text = str(jax.make_jaxpr(lambda x: part.route(x)[0])(jnp.asarray(x, jnp.bfloat16)))
+        assert "bf16[4,12,32]" in text and "Precision.HIGHEST" in text
+        logits = part.route(jnp.asarray(x, jnp.bfloat16))[0]
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32), np.float64)
+    assert logits.dtype == jnp.float32
+    assert worst(logits, rounded @ np.asarray(part.router[...], np.float64)) < 1e-6
+
+
+# --- state, padding, capacity ---------------------------------------------------------------------
+
+
+def test_a_bias_moves_against_the_load_and_a_share_follows_it():
+    load = np.array([[4, 0, 2, 2, 2, 2, 2, 2], [2] * 8], np.float32)
+    part = model_of(VARIANTS["deepseek"]).blocks.mlp
+    part.update({experts.LOAD: load})
+    bias, rate = np.asarray(part.choice_bias[...]), VARIANTS["deepseek"].balance_rate
+    np.testing.assert_allclose(bias[0], rate * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), atol=1e-9)
+    assert part.choice_bias[...].dtype == jnp.float32 and not part.choice_bias[...].weak_type
+    assert not bias[1].any()
+    part = model_of(VARIANTS["olmoe"]).blocks.mlp
+    part.update({experts.LOAD: load * np.array([[1], [0]])})  # the second layer saw no token
+    np.testing.assert_allclose(part.last_load[...], [load[0] / 16, np.full(8, 1 / 8)])
+
+
+@pytest.mark.parametrize("name", ["olmoe", "plain", "deepseek"])
+def test_tokens_of_weight_0_count_nowhere(name):
+    config = VARIANTS[name]
+    spec, batch = describe(lambda rngs: Transformer(config, rngs=rngs)), batch_for(Case(model=config))
+    arrays = spec.init_params(jax.random.key(0))
+    batch["weights"][:, 10:] = 0  # causal: what is padded there is seen by nobody before it
+    other = batch | {"tokens": batch["tokens"].copy()}
+    other["tokens"][:, 10:] = 7
+
+    @jax.jit
+    def gradient(trainable, batch):
+        def loss(trainable):
+            found = spec.assemble(trainable, *arrays[1:]).loss(batch, jax.random.key(1))
+            return found.sum + sum(found.aux.values()), found
+
+        return jax.grad(loss, has_aux=True)(trainable)
+
+    (one, loss), (two, again) = gradient(arrays[0], batch), gradient(arrays[0], other)
+    assert (batch["tokens"] != other["tokens"]).any() and worst(one, two) < 1e-6
+    assert worst(loss, again._replace(stats=loss.stats)) < 1e-6
+    np.testing.assert_array_equal(loss.stats[experts.LOAD], again.stats[experts.LOAD])
+    assert loss.stats[experts.LOAD].sum() == config.num_layers * K * (batch["weights"] > 0).sum()
+
+
+def test_a_capacity_drops_in_training_alone():
+    config = replace(VARIANTS["mixtral"], capacity_factor=0.5)
+    model, batch = model_of(config), batch_for(Case(model=config))
+    loss = nnx.jit(lambda model, key: model.loss(batch, key))
+    trained, evaluated, whole = (
+        loss(model, jax.random.key(0)),
+        loss(model, None),
+        loss(model_of(VARIANTS["mixtral"]), None),
+    )
+    assert trained.stats[experts.DROPS].sum() > 0 and evaluated.stats[experts.DROPS].sum() == 0
+    assert abs(evaluated.sum - whole.sum) < 1e-3
+    figures = experts.metrics(trained.stats)
+    load, drops = trained.stats[experts.LOAD], trained.stats[experts.DROPS]
+    assert figures["dropped"] == pytest.approx(drops.sum() / load.sum()) and 0.2 < figures["dropped"] < 0.8
+    np.testing.assert_allclose(figures["load_max_over_mean"], load.max(-1) / load.mean(-1), rtol=1e-6)
+    dead = experts.metrics(trained.stats | {experts.LOAD: load.at[0, 3].set(0)})
+    assert figures["dead_experts"] == 0 and dead["dead_experts"] == 1
+    even = experts.metrics(trained.stats | {experts.LOAD: jnp.ones_like(load)})
+    np.testing.assert_allclose(even["load_entropy"], 1, rtol=1e-6)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+LAYERS = {name: replace(config, z_loss=1e-4) for name, config in VARIANTS.items()}
+LAYOUTS = {
+    "data 8, accumulation 2": Case(stages=1, data=8, accumulation=2),
+    "fsdp 2 x tensor 2 x data 2": Case(stages=1, data=2, fsdp=2, tensor=2),
+    "fsdp 4 x data 2, zero 1, accumulation 4": Case(stages=1, data=2, fsdp=4, zero=1, accumulation=4),
+    "pipeline 2 x data 2": Case(stages=2, data=2),
+    "pipeline 2 x fsdp 2 x tensor 2": Case(stages=2, fsdp=2, tensor=2),
+    "pipeline 2 x data 4, accumulation 2": Case(stages=2, microbatches=2, data=4, accumulation=2),
+}
+
+
+@lru_cache
+def observed(case: Case):
+    """Returns metrics, gradients and flat state after a step, from a state that was moved."""
+    built = build(case)
+    flat = built.views.flat(built.init())
+    moved = jax.tree.map(
+        lambda x: np.asarray(x) + 0.01 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape),
+        flat.model_state,
+    )
+    flat = jax.device_get(flat._replace(model_state=moved))
+    state = built.views.staged(jax.device_put(flat, jax.tree.map(lambda x: x.sharding, built.views.abstract)))
+    batch = batch_for(case)
+    placed = jax.device_put(batch, built.batch_shardings(batch))
+    compiled = built.inspect.lower(state, placed).compile(FAST_COMPILE)
+    after, metrics, gradients = compiled(state, placed)
+    summed = built.views.flat(after._replace(trainable=gradients)).trainable
+    return jax.device_get((metrics, summed, built.views.flat(after), flat.model_state))
+
+
+def check_layout(layout: str, name: str, packed: bool) -> None:
+    config = LAYERS[name]
+    case = LAYOUTS[layout]._replace(model=config, packed=packed)
+    metrics, gradients, state, start = observed(case)
+    expected, of_one, after, _ = observed(Case(stages=1, model=config, packed=packed))
+    assert abs(metrics["loss"] - expected["loss"]) < 1e-6 * expected["loss"]
+    assert worst(gradients, of_one) < 2e-6
+    assert all(
+        abs(metrics[n] - x) <= 1e-6 * abs(x) + 1e-7 for n, x in expected.items() if n[:4] in ("aux/", "stat")
+    )
+    assert jax.tree.structure(state.model_state) == jax.tree.structure(after.model_state)
+    for own, one, before in zip(
+        *map(jax.tree.leaves, (state.model_state, after.model_state, start)), strict=True
+    ):
+        np.testing.assert_array_equal(own, one)
+        assert (np.asarray(one) != before).any()
+    state_leaves = len(jax.tree.leaves(after.model_state))
+    assert state_leaves == (config.balance in ("bias", "batch"))
+
+
+@pytest.mark.parametrize("layout", ["data 8, accumulation 2"])
+@pytest.mark.parametrize("name", ["olmoe"])
+def test_a_layout_changes_nothing(layout, name):
+    check_layout(layout, name, packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_changes_anything(layout, name, packed):
+    check_layout(layout, name, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full", "save:mlp_out"])
+def test_sums_are_counted_once_whatever_is_computed_again(remat):
+    case = Case(stages=1, model=LAYERS["plain"])
+    built = build(case, remat=remat)
+    state, batch = built.init(), batch_for(case)
+    _, metrics, gradients = jax.device_get(built.inspect(state, batch))
+    _, expected, of_dots = jax.device_get(build(case).inspect(state, batch))
+    assert worst(metrics, expected) < 1e-6 and worst(gradients, of_dots) < 2e-6
+    assert metrics["stats/exchange_rounds"] == 1
+
+
+# --- work, decoding, optimizer, what is refused ---------------------------------------------------
+
+
+def test_flops_are_those_of_the_active_experts():
+    config = replace(VARIANTS["deepseek"], loss_chunk=0, layer_pattern=("global",))
+    wide = replace(config, num_experts=64, expert_groups=8, expert_top_groups=2)
+    router = 6 * config.num_layers * config.d_model
+    assert wide.flops_per_token(16, "full") - config.flops_per_token(16, "full") == router * (64 - E)
+    dense = replace(TINY, num_kv_heads=2, d_ff=(K + 2) * 24)
+    assert config.flops_per_token(16, "full") == dense.flops_per_token(16, "full") + router * E
+    model, batch = model_of(config), batch_for(Case(model=config))
+    traced = jaxpr_flops(jax.make_jaxpr(lambda: model.loss(batch, None).sum)())
+    tokens = batch["tokens"].size
+    # Blocks of rows are padded, at these sizes by as much again; all experts would be 4 x those chosen.
+    assert traced < config.flops_per_token(16, "full") * tokens
+
+
+def test_cached_logits_are_those_of_the_whole_forward_pass():
+    config = replace(VARIANTS["deepseek"], capacity_factor=0.5, init_std=0.4)
+    model, batch = model_of(config), batch_for(Case(model=config))
+    forward = nnx.jit(lambda model, batch: model.forward(batch))(model, batch)
+    cache = model.init_cache(16, 16)
+    decode = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
+    first, cache = decode(model, jnp.asarray(batch["tokens"][:, :9]), cache)
+    parts = [first]
+    for at in range(9, 12):
+        logits, cache = decode(model, jnp.asarray(batch["tokens"][:, at : at + 1]), cache)
+        parts.append(logits)
+    assert worst(np.concatenate(parts, 1), forward[:, :12]) < 1e-5
+
+
+def test_to_an_optimizer_each_expert_is_a_matrix_and_so_is_the_router():
+    spec = describe(lambda rngs: Transformer(MOE, rngs=rngs))
+    parameters = spec.named_trainable()
+    for name, dims in {"gate": (2, E, 32, 24), "down": (2, E, 24, 32), "router": (2, 32, E)}.items():
+        x, names = parameters[f"blocks/mlp/{name}"]
+        role = role_of(("blocks", "mlp", name), x.shape, names)
+        assert x.shape == dims and (role.kind, role.dims) == ("matrix", 2)
+        assert (role.reduction, role.output) == ((-2,), (-1,))
+
+
+def test_muon_treats_every_expert_by_itself():
+    names, random = {"gate": ("experts", "d_model", "d_ff")}, np.random.default_rng(0)
+    gradient = random.normal(size=(2, 3, 16, 24)).astype(np.float32)  # layers, experts
+    config = OptimizerConfig(name="muon", weight_decay=0.0)
+
+    def update(g, own):
+        transform = build_optimizer(config, lambda _: 1.0, {"gate": g}, own)
+        return transform.update({"gate": g}, transform.init({"gate": g}), {"gate": g})[0]["gate"]
+
+    stacked = update(gradient, names)
+    alone = update(gradient[1, 2], {"gate": ("d_model", "d_ff")})
+    assert worst(stacked[1, 2], alone) < 1e-5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_tiny_variant_keeps_every_choice(name):
+    config = VARIANTS[name]
+    large = replace(
+        config, num_experts=256, experts_per_token=8, expert_d_ff=2048, num_layers=60, d_model=4096
+    )
+    if config.expert_groups:
+        large = replace(large, expert_groups=8, expert_top_groups=4)
+    tiny = replace(large, **large.tiny(32))
+    assert not faults(large) and not faults(tiny)
+    assert tiny.num_experts == 8 and tiny.experts_per_token == 2 and tiny.balance == config.balance
+    assert bool(tiny.num_shared_experts) == bool(config.num_shared_experts)
+    assert 0 < tiny.expert_top_groups < tiny.expert_groups if config.expert_groups else not tiny.expert_groups
+    assert "expert_d_ff" in tiny.tensor_parallel_dims
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_experts": 0, "scores": "sigmoid"}, "model.expert_d_ff=24 needs experts"),
+        (
+            {"num_experts": 0, "expert_d_ff": 0, "balance": "none", "router_z_loss": 0.0},
+            "set model.num_experts",
+        ),
+        ({"experts_per_token": 9}, "model.experts_per_token=9 of model.num_experts=8; set it to at most 8"),
+        ({"expert_groups": 3, "expert_top_groups": 1}, "set a divisor of 8 up to 4"),
+        ({"expert_groups": 8, "expert_top_groups": 2}, "groups are equal, of two experts or more"),
+        ({"expert_groups": 0, "expert_top_groups": 2}, "or expert_groups and expert_top_groups to 0"),
+        ({"expert_groups": 2, "expert_top_groups": 3}, "set it between 1 and model.expert_groups=2"),
+        ({"expert_groups": 4, "expert_top_groups": 1, "experts_per_token": 3}, "set it between 2 and"),
+        ({"bias": "all"}, "experts have no biases; set model.bias to none, qkv or attention"),
+        ({"balance_weight": 0.1}, "model.balance_weight=0.1 does nothing with model.balance=bias"),
+        ({"balance": "none", "balance_rate": 0.1}, "model.balance_rate=0.1 does nothing with"),
+        ({"capacity_factor": -1.0}, "model.capacity_factor: got -1.0"),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_a_line(changes, said):
+    assert not faults(MOE)
+    (fault,) = faults(replace(MOE, **changes), "model.")
+    assert said in fault and "\n" not in fault
+
+
+def test_adapters_leave_experts_alone_and_say_so():
+    config = lora.LoraConfig(rank=2)
+    spec = describe(lora.adapted(lambda rngs: Transformer(MOE, rngs=rngs), config))
+    assert not [path for path in spec.named_trainable() if "mlp" in path and "router" not in path]
+    assert "blocks/mlp/router/lora_a" in spec.named_trainable()
+    assert {"blocks/mlp/gate", "blocks/mlp/down"} <= spec.named_frozen().keys()
+    with pytest.raises(ConfigError) as raised:
+        describe(lora.adapted(lambda rngs: Transformer(MOE, rngs=rngs), replace(config, targets=("gate",))))
+    assert "blocks/mlp/gate: kernels of experts are not supported" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_family_without_experts_does_not_take_a_model_that_has_them():
+    with pytest.raises(ConfigError) as raised:
+        hf_config.fields_of(vars(replace(TINY, num_kv_heads=2, num_experts=E)))
+    assert "model.num_experts=8" in str(raised.value)
+    assert hf_config.fields_of(vars(replace(TINY, num_kv_heads=2)))[0].model_type
