@@ -168,6 +168,15 @@ def test_each_row_meets_its_own_groups_kernel(backend, sizes):
     assert worst(gradient(x, dy, sizes, None, jnp.float32), summed - before) < TOLERANCE
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_no_load_makes_more_than_about_twice_the_work_on_a_gpu(sizes):
+    share = grouped.share_rows(192, len(sizes))
+    further = int(grouped.further_shares(np.array(sizes), share).sum())
+    together = max(1, len(sizes) // 4)
+    assert (further > 0) == (max(sizes) > share)
+    assert (len(sizes) + -(-further // together) * together) * share <= 2.5 * 192 + len(sizes) * 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_the_products_of_other_platforms_make_the_same_mixture(backend, monkeypatch):

@@ -167,9 +167,11 @@ def test_what_crosses_devices_on_tpus():
 def test_gpus_multiply_the_rows_of_each_expert_and_no_others():
     row = results("gpu")["h100"]
     active = 2 * B * S * K * D * F / _devices("h100")
-    experts = [product for product in row["products"] if product > 0.1 * active]
-    assert row["ragged"] == 0 and len(experts) >= 11  # more: XLA may have unrolled the loop over layers
-    assert max(experts) <= 1.25 * 1.05 * active  # of a round that has room for a load of 1.25
+    # A first share of all experts is 1.25 of the rows of an even load (the exchange has room for so many);
+    # a loop over what is left has a quarter as much in its body. XLA computes gate and up in one.
+    assert row["ragged"] == 0 and max(row["products"]) <= 2 * 1.25 * 1.05 * active
+    # 3 products forward and 8 backward; XLA writes a loop over two layers out, but for one of the passes.
+    assert 11 * 1.5 * active < sum(row["products"]) < 19 * (1.25 + 1.25 / 4) * 1.05 * active
     assert _rows(row, "all-to-all") and not _rows(row, "all-gather")
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,27 +113,62 @@ def _blocked_gradient(x, dy, sizes, total, dtype):
     return jax.lax.fori_loop(0, sizes.shape[0], one_group, total).astype(dtype)
 
 
-# --- GPU: equal shares of all groups, in rounds ---------------------------------------------------
+# --- GPU: shares of all groups, then what is left -------------------------------------------------
 
-SHARE_SLACK = 1.25  # rows of a group in a round, relative to the even share
+SHARE_SLACK = 1.25  # rows of a share, relative to the even one
 
 
 def share_rows(rows: int, groups: int, spare: float = 1.0) -> int:
-    """Returns the rows that each group has in a round: a multiple of 16, of which tensor cores take tiles."""
+    """Returns the rows of a share: a multiple of 16, of which tensor cores take tiles."""
     return -(-math.ceil(max(1.0, SHARE_SLACK / spare) * rows / groups) // 16) * 16
 
 
+class _Shares(NamedTuple):
+    """Shares of groups that one batched product computes."""
+
+    number: jax.Array | int  # of the first of them
+    group: jax.Array  # [n]
+    first: jax.Array  # [n] row
+    left: jax.Array  # [n] rows from there to the end of the group; a share has room for fewer or more
+
+
+def further_shares(sizes: jax.Array, share: int) -> jax.Array:
+    """Returns the shares that groups of these sizes take beyond their first, [E]."""
+    return jnp.maximum((sizes + share - 1) // share - 1, 0)
+
+
 def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: int) -> Any:
-    """Returns the carry after add(carry, round) of all rounds: each takes the next `share` of every group."""
-    return jax.lax.fori_loop(0, (sizes.max() + share - 1) // share, lambda i, carry: add(carry, i), carry)
+    """Returns the carry after add(carry, shares) of the first share of each group, and then of all others.
+
+    The others are as many as their rows need, whatever groups they are of: together at most E / slack, so
+    that no load makes more than about twice the work of an even one. They are computed E / 4 at a time.
+    """
+    E, starts = sizes.shape[0], jnp.cumsum(sizes) - sizes
+    further, together = further_shares(sizes, share), max(1, E // 4)
+    ends = jnp.cumsum(further)
+
+    def others(i, carry):
+        number = i * together + jnp.arange(together)
+        group = jnp.minimum((ends[None] <= number[:, None]).sum(-1), E - 1)
+        done = (number - (ends - further)[group] + 1) * share
+        left = jnp.where(number < ends[-1], sizes[group] - done, 0)
+        return add(carry, _Shares(E + i * together, group, starts[group] + done, left))
+
+    carry = add(carry, _Shares(0, jnp.arange(E), starts, sizes))
+    return jax.lax.fori_loop(0, (ends[-1] + together - 1) // together, others, carry)
 
 
-def _own_share(x, sizes, number, share: int):
-    """Returns rows [E, share, K] of a round; 0 where a group has no more."""
-    place = number * share + jnp.arange(share)[None]
-    there = place < sizes[:, None]
-    row = jnp.where(there, (jnp.cumsum(sizes) - sizes)[:, None] + place, 0)
+def _rows_of(x, shares: _Shares, share: int):
+    """Returns rows [n, share, K]; 0 where a group has no more."""
+    place = jnp.arange(share)[None]
+    there = place < shares.left[:, None]
+    row = jnp.where(there, shares.first[:, None] + place, 0)
     return jnp.where(there[..., None], x[row], 0)
+
+
+def _own(kernels, shares: _Shares):
+    """Returns the kernel of each share; the first ones are of all groups, in order."""
+    return kernels if isinstance(shares.number, int) else kernels[shares.group]
 
 
 def _padded_allocated(rows: int, groups: int) -> int:
@@ -144,15 +179,19 @@ def _padded_matmul(x, kernels, sizes, *, transposed: bool = False, spare: float 
     R, E = x.shape[0], kernels.shape[0]
     share = share_rows(R, E, spare)
     equation = "ecn,ekn->eck" if transposed else "eck,ekn->ecn"
-    ends = jnp.cumsum(sizes)
-    group = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
-    place = jnp.arange(R) - (ends - sizes)[jnp.minimum(group, E - 1)]
+    ends, further = jnp.cumsum(sizes), further_shares(sizes, share)
+    of_row = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
+    group = jnp.minimum(of_row, E - 1)
+    place = jnp.arange(R) - (ends - sizes)[group]
+    number = E + (jnp.cumsum(further) - further)[group] + place // share - 1
+    number = jnp.where(of_row == E, -1, jnp.where(place < share, group, number))  # of each row's share
 
-    def add(y, number):
-        part = jnp.einsum(equation, _own_share(x, sizes, number, share), kernels)
-        own = (group < E) & (place // share == number)
-        row = jnp.where(own, group * share + place % share, 0)
-        return jnp.where(own[:, None], part.reshape(E * share, -1)[row], y)
+    def add(y, shares: _Shares):
+        part = jnp.einsum(equation, _rows_of(x, shares, share), _own(kernels, shares))
+        at = number - shares.number
+        own = (at >= 0) & (at < shares.group.size)
+        row = jnp.where(own, at * share + place % share, 0)
+        return jnp.where(own[:, None], part.reshape(-1, part.shape[-1])[row], y)
 
     zeros = jnp.zeros((R, kernels.shape[1 if transposed else 2]), x.dtype)
     return _over_shares(add, zeros, sizes, share)
@@ -163,9 +202,10 @@ def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
     if total is None:
         total = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
 
-    def add(total, number):
-        parts = (_own_share(a, sizes, number, share) for a in (x, dy))
-        return total + jnp.einsum("eck,ecn->ekn", *parts, preferred_element_type=total.dtype)
+    def add(total, shares: _Shares):
+        parts = (_rows_of(a, shares, share) for a in (x, dy))
+        product = jnp.einsum("eck,ecn->ekn", *parts, preferred_element_type=total.dtype)
+        return total + product if isinstance(shares.number, int) else total.at[shares.group].add(product)
 
     return _over_shares(add, total, sizes, share).astype(dtype)
 
@@ -187,8 +227,8 @@ BACKENDS = {
     ),
     "gpu": Backend(
         "shares",
-        f"batched products of {SHARE_SLACK} x the even share of every expert, in rounds; XLA's own grouped "
-        "product is dense on GPU",
+        f"batched products of {SHARE_SLACK} x the even share of every expert, then of what is left; XLA's "
+        "own grouped product is dense on GPU",
         _padded_allocated,
         _padded_matmul,
         _padded_gradient,
