@@ -131,6 +131,8 @@ def _sizes(analysis: Any, target: Target) -> dict[str, int]:
         fits = target.chip.capacity_bytes if target.chip else bound
         peak -= sizes["host_argument_bytes"]
         peak = min(bound, fits) if sizes["host_temp_bytes"] else peak
+    elif sizes["host_temp_bytes"]:
+        peak = min(peak, bound)  # XLA's for GPUs is that of the larger of the two memories
     return sizes | {"peak_bytes": peak or bound}
 
 

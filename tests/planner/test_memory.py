@@ -171,7 +171,7 @@ def test_a_pipelines_slots_do_not_grow_with_microbatches():
 
 
 # Compilers' own peaks in bytes (peak_memory_in_bytes): jax 0.10.2 with libtpu 0.0.42.1, or with its CUDA
-# plugin, no device at hand, 2026-11-20. To measure again: python -m jaxdist.plan --config NAME --on TARGET.
+# plugin, no device at hand, 2026-11-20 and 22. To measure again: python -m jaxdist.plan --config NAME --on TARGET.
 WIDE_64B = {"num_layers": 64, "d_model": 8192, "d_ff": 28_672, "num_heads": 64, "num_kv_heads": 64}
 SEQUENCE_PARALLEL = {
     "batch.global_size": 192,
@@ -182,16 +182,18 @@ SEQUENCE_PARALLEL = {
     **{f"model.{name}": size for name, size in WIDE_64B.items()},
 }
 PEAKS = [
-    ("llama3_8b", "v5p:4x4x4", {}, 8_288_891_584),
-    ("llama3_8b", "v5p:2x2x4", {}, 23_648_186_560),
-    ("llama3_8b", "v5p:4x4x4", {"remat.policy": "dots"}, 30_399_041_728),
-    ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8}, 44_003_267_264),
-    ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8, "mesh.fsdp": 16, "mesh.tensor": 4}, 73_436_325_568),
+    ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
+    ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
+    ("llama3_8b", "v5p:4x4x4", {"remat.policy": "dots"}, 30_420_609_728),
+    ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8}, 42_937_910_464),
+    ("llama3_70b", "v5p:4x4x4", {"batch.accumulation": 8, "mesh.fsdp": 16, "mesh.tensor": 4}, 73_269_810_880),
     ("dense_16b", "v5e:16x16", {}, 9_805_376_000),
     ("dense_16b", "v5p:4x4x4", SEQUENCE_PARALLEL, 97_267_675_328),
     ("llama3_8b", "h100:1x8", {}, 48_477_307_308),
     ("llama3_8b", "h100:1x8", {"remat.policy": "dots"}, 207_298_298_284),
     ("llama3_8b", "h100:1x8", {"batch.accumulation": 8}, 26_729_742_780),
+    ("llama3_8b", "h100:1x8", {"remat.policy": "offload:block_input"}, 31_650_300_316),
+    ("llama3_8b", "h100:1x8", {"remat.policy": "offload:attention_projection,mlp_gate"}, 46_819_529_592),
     ("llama3_8b", "h100:1x8", {"mesh.fsdp": 1, "mesh.tensor": 8, "batch.accumulation": 16}, 30_407_246_272),
     ("llama3_8b", "h100:4x8", {"remat.policy": "none", "batch.accumulation": 2}, 80_657_842_620),
     ("llama2_7b", "h100:4x8", {"mesh.data": 4, "mesh.fsdp": 8, "batch.accumulation": 4}, 33_007_420_984),
@@ -211,7 +213,7 @@ PEAKS = [
 @pytest.mark.parametrize(("name", "on", "changes", "peak"), PEAKS)
 def test_components_sum_to_the_compilers_peak(name, on, changes, peak):
     found = account(run_of(name, **changes), on)
-    assert memory.accounted_peak(found) == pytest.approx(peak, rel=0.1)
+    assert memory.accounted_peak(found) == pytest.approx(peak, rel=0.08)
 
 
 # GiB that libtpu 0.0.42.1 (jax 0.10.2) said to need of what it refused, 2026-11-22; what it took is marked.

@@ -191,6 +191,16 @@ def test_what_is_on_the_host_is_no_part_of_a_devices_peak(sizes, peak):
     assert worker._sizes(analysis, targets.parse("v5e:2x2"))["peak_bytes"] == peak * MIB
 
 
+# GiB as XLA for CUDA gives them for llama3_8b on h100:1x8: arguments, temp, host temp, peak; on the device.
+@pytest.mark.parametrize("sizes", [(11.25, 32.5, 72, 83.25, 43.75), (11.25, 18.25, 16, 29.5, 29.5)])
+def test_a_gpus_peak_is_that_of_the_device_where_more_lies_on_the_host(sizes):
+    arguments, temp, host, peak, on_device = (int(size * 1024) * MIB for size in sizes)
+    empty = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "host_argument_size_in_bytes"), 0)
+    found = {"argument_size_in_bytes": arguments, "temp_size_in_bytes": temp, "host_temp_size_in_bytes": host}
+    analysis = SimpleNamespace(**empty, **found, peak_memory_in_bytes=peak)
+    assert worker._sizes(analysis, targets.parse("h100:1x8"))["peak_bytes"] == on_device
+
+
 @pytest.mark.slow
 def test_two_plans_at_once(cache):
     run, target = run_of(SMALLEST), targets.parse("cpu:2")
