@@ -69,9 +69,7 @@ class TransformerConfig:
     balance: Literal["none", "bias", "sequence", "batch"] = "bias"
     balance_rate: PositiveFloat = 1e-3  # by which a step moves a bias
     balance_weight: PositiveFloat = 1e-2  # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
-    router_z_loss: NonNegativeFloat = (
-        0.0  # weight of log(Z)^2 of the router's logits, each layer's, e.g. 1e-3
-    )
+    router_z_loss: NonNegativeFloat = 0.0  # weight of log(Z)^2 of the router's logits, e.g. 1e-3
     # in training an expert takes so many times its even share of a sequence, and drops the rest; 0 = all
     capacity_factor: NonNegativeFloat = 0.0
 
@@ -185,7 +183,7 @@ class TransformerConfig:
 
     def _expert_faults(self) -> Iterator[str]:
         E, k = self.num_experts, self.experts_per_token
-        unused = [*_EXPERT_FIELDS] if not E else [*self._unused_balance()]
+        unused = [*EXPERT_FIELDS] if not E else [*self._unused_balance()]
         changed = [n for n in unused if getattr(self, n) != getattr(type(self), n)]
         if changed and not E:
             yield (
@@ -224,7 +222,7 @@ class TransformerConfig:
             yield "balance_weight"
 
 
-_EXPERT_FIELDS = (  # that a dense model leaves as they are
+EXPERT_FIELDS = (  # that a dense model leaves as they are
     "experts_per_token", "expert_d_ff", "num_shared_experts", "scores", "normalise_top_k", "route_scale",
     "expert_groups", "expert_top_groups", "balance", "balance_rate", "balance_weight", "router_z_loss",
     "capacity_factor",

@@ -214,7 +214,8 @@ def sum_in_shards(
         # Written out, devices with the same samples would add up.
         return execution.scatter(product(*arrays), names)
     out = now.rules.gradient(names, dims)
-    shards = [i for i, entry in enumerate(out) if "fsdp" in sharding.axes_in(entry)]
+    over = now.rules.shard_axes(names)
+    shards = [i for i, entry in enumerate(out) if over and set(over) <= {*sharding.axes_in(entry)}]
 
     def local(*arrays):
         total = product(*arrays)
@@ -223,9 +224,9 @@ def sum_in_shards(
         ones = [i for i, size in enumerate(total.shape) if size == 1 and i not in shards]
         total = jax.lax.squeeze(total, ones)
         for dim in shards:
-            total = _scatter_dim(total, dim - sum(one < dim for one in ones))
+            total = _scatter_dim(total, dim - sum(one < dim for one in ones), over)
         total = jax.lax.expand_dims(total, ones)
-        rest = [axis for axis in axes if not (shards and axis == "fsdp")]
+        rest = [axis for axis in axes if not (shards and axis in over)]
         return jax.lax.psum(total, rest) if rest else total
 
     region = now.manual_region()
@@ -235,21 +236,22 @@ def sum_in_shards(
 _SUBLANES, _LANES = 8, 128  # of a tile, in which TPUs hold the last two dims of an array
 
 
-def _scatter_dim(x: jax.Array, dim: int) -> jax.Array:
-    """Returns the device's shard, along a dim, of the sum of x over fsdp; in a manual region.
+def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the device's shard, along a dim, of the sum of x over mesh axes; in a manual region.
 
     The SparseCore cuts rows into pieces of equal size. Where it finds none (11,008 columns, or 128,256)
     it sums whole arrays, so it gets the tiles of a matrix as rows: they lie in memory just like that.
     """
-    now, parts = execution.current(), execution.current().axis_size("fsdp")
+    now = execution.current()
+    parts = math.prod(now.axis_size(axis) for axis in axes)
     rows, columns = x.shape[dim], math.prod(x.shape) // x.shape[dim]
     if not (now.sparse_core_collectives and x.ndim == 2) or rows % (parts * _SUBLANES) or columns % _LANES:
-        return jax.lax.psum_scatter(x, "fsdp", scatter_dimension=dim, tiled=True)
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     # The barrier keeps the product as it is: made in tiles, it would cost half as much again.
     x = jax.lax.optimization_barrier(jnp.moveaxis(x, dim, 0))
     tiles = x.reshape(rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)
     tiles = tiles.swapaxes(1, 2).reshape(-1, _LANES)
-    tiles = jax.lax.psum_scatter(tiles, "fsdp", scatter_dimension=0, tiled=True)
+    tiles = jax.lax.psum_scatter(tiles, axes, scatter_dimension=0, tiled=True)
     tiles = tiles.reshape(-1, columns // _LANES, _SUBLANES, _LANES).swapaxes(1, 2)
     return jnp.moveaxis(tiles.reshape(rows // parts, columns), 0, dim)
 

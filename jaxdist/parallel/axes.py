@@ -32,7 +32,7 @@ TABLE = (
          advice="same losses; a bubble of (p - 1) / (microbatches + p - 1)"),
     Axis("data", ("batch",), "step", crosses_slices=True, keeps=0),
     Axis("fsdp", ("batch", "parameters"), "layer", crosses_slices=True, keeps=5),
-    Axis("expert", ("batch", "experts"), "layer", crosses_slices=False, keeps=4, built=False),
+    Axis("expert", ("batch", "experts"), "layer", crosses_slices=False, keeps=4),
     Axis("context", ("sequence",), "layer", crosses_slices=False, keeps=3, built=False),
     Axis("tensor", ("dims",), "layer", crosses_slices=False, keeps=2, advised_up_to=8,
          advice="same losses; two sums of activations a layer, so within fast links only"),
@@ -41,8 +41,12 @@ TABLE = (
 AXES = tuple(axis.name for axis in TABLE)
 NOT_YET = tuple(axis.name for axis in TABLE if not axis.built)
 BUILT = tuple(axis.name for axis in TABLE if axis.built)
+# Those that `plan` varies, and its rules of thumb set: the others stay as a config has them.
+SEARCHED = tuple(axis.name for axis in TABLE if axis.built and "experts" not in axis.splits)
 BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)
 SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
+# Those that share out parameters with their state, as stored: of experts' own kernels the first alone.
+PARAMETER_SHARDS = tuple(axis.name for axis in TABLE if {"parameters", "experts"} & set(axis.splits))
 STATE_AXES = tuple(axis.name for axis in TABLE if not set(axis.splits) <= {"batch", "sequence"})
 CHATTY_AXES = tuple(axis.name for axis in TABLE if not axis.crosses_slices)  # they talk inside every layer
 STEP_AXES = tuple(axis.name for axis in TABLE if axis.talks == "step")  # they add up gradients

@@ -63,8 +63,8 @@ class Execution:
         return "pipeline" if split else None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
-        """Returns whether fsdp splits a table by width (zero=3), or its gradient (zero=2)."""
-        return self.rules.zero >= zero and FSDP_NAME in names and self.axis_size("fsdp") > 1
+        """Returns whether devices store a table in parts of its width (zero=3), or its gradient (zero=2)."""
+        return self.rules.zero >= zero and FSDP_NAME in names and self.rules.shard_axes(names) != ()
 
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
         """Returns x constrained to a spec; unchanged on one device."""

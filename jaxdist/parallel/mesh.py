@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, NOT_YET
+from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, NOT_YET, PARAMETER_SHARDS
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MeshConfig:
     pipeline: int = 1  # stages of layers, >= 1
     data: int = -1  # replicas of the parameters; -1: the devices that the others leave
     fsdp: int = 1  # shards of parameters, gradients and optimizer state (see zero), >= 1
-    expert: int = 1  # shards of the experts, >= 1
+    expert: int = 1  # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
     context: int = 1  # shards of the sequence, >= 1
     tensor: int = 1  # shards of heads, feed-forward and vocabulary, >= 1
     dcn: DcnConfig = field(default_factory=DcnConfig)
@@ -91,7 +91,7 @@ def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> M
     faults += size_faults + dcn_faults
     if not size_faults and not dcn_faults:
         faults += _dcn_faults(sizes, dcn, config.dcn.force)
-        faults += _zero_faults(config.zero, sizes["fsdp"])
+        faults += _zero_faults(config.zero, math.prod(sizes[axis] for axis in PARAMETER_SHARDS))
     if faults:
         raise ConfigError(faults)
     return MeshShape(sizes, dcn)
@@ -135,10 +135,10 @@ def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -
     return faults
 
 
-def _zero_faults(zero: int, fsdp: int) -> list[str]:
+def _zero_faults(zero: int, shards: int) -> list[str]:
     if zero not in (0, 1, 2, 3):
         return [f"mesh.zero={zero}: must be 0, 1, 2 or 3"]
-    if zero in (1, 2) and fsdp == 1:
+    if zero in (1, 2) and shards == 1:
         return [f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"]
     return []
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES, STEP_AXES
+from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
 
@@ -74,7 +74,8 @@ class Rules:
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
         axes |= {"batch": BATCH_AXES, "sequence": SEQUENCE_AXES}
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
-        axes |= {"batch_of_group": tuple(a for a in BATCH_AXES if a != "fsdp"), "width": ("fsdp",)}
+        axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in PARAMETER_SHARDS)
+        axes["width"] = PARAMETER_SHARDS
         axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
         return P(*(self._entry(axes.get(n, ()), d, partly=True) for n, d in zip(names, dims, strict=True)))
 
@@ -91,27 +92,34 @@ class Rules:
     def _parameter(self, names: Names, dims: Sequence[int], *, fsdp: bool) -> P:
         names = _padded(names, dims)
         spec: list[Any] = [self._entry(self._axes_of(n), d) for n, d in zip(names, dims, strict=True)]
-        if fsdp and self.shape.sizes["fsdp"] > 1:
-            dim = self._fsdp_dim(names, dims, spec)
+        over = self.shard_axes(names)
+        if fsdp and over:
+            dim = self._fsdp_dim(names, dims, spec, self._size(over))
             if dim is not None:
-                spec[dim] = "fsdp"
+                spec[dim] = over if len(over) > 1 else over[0]
         return P(*spec)
+
+    def shard_axes(self, names: Names) -> tuple[str, ...]:
+        """Returns the axes in use that share out a stored parameter: fsdp, and expert if it is no expert's.
+
+        So what all devices of `expert` compute with is held once among them, not once on each.
+        """
+        axes = ("fsdp",) if "experts" in names else PARAMETER_SHARDS
+        return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
         over_stages = name == "stages" or (name == "vocab" and self.vocab_over_stages)
         axis = PARAMETER_AXES.get(name or "")
         return ("pipeline",) * over_stages + ((axis,) if axis else ())
 
-    def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence) -> int | None:
-        """Returns the dim that fsdp shards: d_model, or else the largest that divides."""
+    def _fsdp_dim(self, names: Names, dims: Sequence[int], spec: Sequence, shards: int) -> int | None:
+        """Returns the dim that is stored in shards: d_model, or else the largest that divides."""
         if is_vector(names, dims):  # gathering it costs more than keeping it
             return None
         if FSDP_NAME in names:
             dim = names.index(FSDP_NAME)
-            return dim if dims[dim] % self.shape.sizes["fsdp"] == 0 else None
-        free = [
-            i for i in _own_dims(names, dims) if spec[i] is None and dims[i] % self.shape.sizes["fsdp"] == 0
-        ]
+            return dim if dims[dim] % shards == 0 else None
+        free = [i for i in _own_dims(names, dims) if spec[i] is None and dims[i] % shards == 0]
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
@@ -123,28 +131,30 @@ class Rules:
             size = self._size(axes)
             if dim % size and not (name == "kv_heads" and size % dim == 0):
                 faults.append(_divisibility(path, str(name), dim, " x mesh.".join(axes), size))
-        fsdp, vector = self.shape.sizes["fsdp"], is_vector(names, dims)
-        if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % fsdp:
-            faults.append(_divisibility(path, FSDP_NAME, dim, "fsdp", fsdp))
+        over, vector = self.shard_axes(names), is_vector(names, dims)
+        shards = self._size(over)
+        if self.zero and FSDP_NAME in names and not vector and (dim := dims[names.index(FSDP_NAME)]) % shards:
+            faults.append(_divisibility(path, FSDP_NAME, dim, " x mesh.".join(over), shards))
         return faults
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
         """Returns why a parameter is not split further ("" if it is split by all it can)."""
         sizes, named = self.shape.sizes, any(names)
         names = _padded(names, dims)
+        over = self.shard_axes(names)
         reasons = []
-        if sizes["fsdp"] * sizes["tensor"] > 1 and not is_vector(names, dims) and not named:
+        if (over or sizes["tensor"] > 1) and not is_vector(names, dims) and not named:
             reasons.append("no names: fsdp takes the largest dim that divides, tensor none")
         for name, dim in zip(names, dims, strict=True):
             if name == "kv_heads" and sizes["tensor"] > 1 and dim % sizes["tensor"]:
                 reasons.append(f"{dim} kv heads < tensor {sizes['tensor']}: copied")
-        if sizes["fsdp"] > 1:
+        if over:
             if is_vector(names, dims):
                 reasons.append("a vector: gathering costs more than keeping")
             elif self.zero < 3:
                 reasons.append(f"zero {self.zero} keeps parameters whole")
-            elif "fsdp" not in self.stored(names, dims):
-                reasons.append(f"no dim divides by fsdp {sizes['fsdp']}")
+            elif not any(set(over) <= {*axes_in(entry)} for entry in self.stored(names, dims)):
+                reasons.append(f"no dim divides by {' x '.join(f'{axis} {sizes[axis]}' for axis in over)}")
         if sizes["data"] > 1:
             reasons.append(f"data {sizes['data']} replicates")
         return "; ".join(reasons)

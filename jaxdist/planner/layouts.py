@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
-from jaxdist.parallel.axes import BUILT, CROSSING_AXES, REST_AXIS, STATE_AXES, STEP_AXES, divisors
+from jaxdist.parallel.axes import CROSSING_AXES, REST_AXIS, SEARCHED, STATE_AXES, STEP_AXES, divisors
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
@@ -36,8 +36,8 @@ REMAT = (
     f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
 )  # fmt: skip
 KEYS = (
-    *(f"mesh.{axis}" for axis in BUILT),
-    *(f"mesh.dcn.{axis}" for axis in BUILT if axis in CROSSING_AXES),
+    *(f"mesh.{axis}" for axis in SEARCHED),
+    *(f"mesh.dcn.{axis}" for axis in SEARCHED if axis in CROSSING_AXES),
     "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
     "pipeline.chunks", "remat.policy",
 )  # fmt: skip
@@ -144,8 +144,8 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
 
 
 def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
-    total, slices = target.num_devices, target.num_slices
-    varied = [axis for axis in BUILT if axis != "fsdp"]  # which takes the rest
+    total, slices = target.num_devices // max(base.expert, 1), target.num_slices
+    varied = [axis for axis in SEARCHED if axis != "fsdp"]  # which takes the rest
     for sizes in product(divisors(total), repeat=len(varied)):
         if total % math.prod(sizes):
             continue

@@ -9,7 +9,7 @@ hide the gathers. Nothing here was measured by us.
 import math
 from dataclasses import dataclass
 
-from jaxdist.parallel.axes import BUILT, divisors
+from jaxdist.parallel.axes import SEARCHED, divisors
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.planner import formulas
@@ -32,7 +32,7 @@ class Suggestion:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The layout as on a command line."""
-        mesh = tuple(f"mesh.{name}={getattr(self.mesh, name)}" for name in (*BUILT, "zero"))
+        mesh = tuple(f"mesh.{name}={getattr(self.mesh, name)}" for name in (*SEARCHED, "zero"))
         return mesh + (f"pipeline.microbatches={self.microbatches}",) * (self.mesh.pipeline > 1)
 
 

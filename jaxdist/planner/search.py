@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.parallel.axes import BUILT
+from jaxdist.parallel.axes import SEARCHED
 from jaxdist.planner import layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
@@ -296,7 +296,7 @@ def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
 
 
 def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in BUILT)
+    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in SEARCHED)
     return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 

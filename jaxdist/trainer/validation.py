@@ -82,7 +82,7 @@ def validate_on(
     rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
     if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
         faults.append(reduction.refusal(why))
-    misfits = list(_pipeline_faults(run, shape, spec))
+    misfits = [*_pipeline_faults(run, shape, spec), *_expert_faults(shape, spec)]
     try:
         place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)
     except ConfigError as error:
@@ -90,6 +90,15 @@ def validate_on(
     if faults + misfits:
         raise ConfigError(faults + misfits)
     return shape, rules, spec
+
+
+def _expert_faults(shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
+    size = shape.sizes["expert"]
+    if size > 1 and not any("experts" in names for _, names in spec.named_parameters().values()):
+        yield (
+            f"mesh.expert={size}: {spec.model_class.__name__} has no experts (parameters with a dim of that "
+            f"name); set mesh.expert=1, and mesh.fsdp or mesh.data to {size} times its size"
+        )
 
 
 def _merged(faults: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.models import registry
-from jaxdist.parallel.axes import AXES, BATCH_AXES, BUILT, SEQUENCE_AXES
+from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED, SEQUENCE_AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.param_names import FSDP_NAME
 from jaxdist.trainer import run_config, validation
@@ -58,7 +58,7 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
         run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
     config = run.model_config
     if tiny := registry.model_hook(config, "tiny"):
-        split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME)
+        split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
         for name, size in tiny(new["batch.sequence_length"]).items():
             new[f"model.{name}"] = math.lcm(size, num_devices) if name in split else size
     else:
@@ -97,7 +97,7 @@ def with_values(run: RunConfig, overrides: Overrides) -> RunConfig:
 def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     """Returns the layouts of so many devices that are proved, by name, the config's own last."""
     n = num_devices
-    samples = [axis for axis in BUILT if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
+    samples = [axis for axis in SEARCHED if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
     layouts: dict[str, Overrides] = {f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples}
     for stage in range(3):
         layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
@@ -127,7 +127,22 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
         layouts |= _case(tensor=n)
+    if run.model.get("num_experts"):
+        layouts |= _expert_layouts(n, staged)
     return layouts | _own_layout(run, n, layouts)
+
+
+def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
+    """Returns the layouts whose devices share out experts."""
+    layouts = _case(expert=n)
+    if n % 2 == 0 and n > 2:
+        for stage in (3, 2, 1):
+            layouts |= _case(f", zero {stage}" * (stage < 3), {"mesh.zero": stage}, fsdp=2, expert=n // 2)
+        layouts |= _in_parts(data=2, expert=n // 2)
+        layouts |= _case(pipeline=2, expert=n // 2) if staged else {}
+    if n % 4 == 0 and n > 4:
+        layouts |= _case(fsdp=n // 4, expert=2, tensor=2)
+    return layouts
 
 
 def _case(note: str = "", more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:

@@ -1,5 +1,7 @@
 """The transformer with experts: a dense reference, balance, padding, layouts, decoding, what is refused."""
 
+import math
+import shutil
 from dataclasses import replace
 from functools import lru_cache
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
@@ -18,12 +21,15 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.optimizers import build_optimizer
 from jaxdist.optim.roles import role_of
-from jaxdist.parallel import execution
+from jaxdist.parallel import execution, sharding
 from jaxdist.protocols.model import BlockInfo
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
+from jaxdist.trainer import run_config, validation
+from jaxdist.verification import runner
 from support.models import FAST_COMPILE, TINY, model_of, worst
 from support.pipelines import Case, batch_for, build
+from support.runs import losses, train, train_and_kill
 
 E, K = 8, 2
 MOE = replace(TINY, num_kv_heads=2, num_experts=E, experts_per_token=K, expert_d_ff=24, router_z_loss=1e-2)
@@ -282,6 +288,91 @@ def test_sums_are_counted_once_whatever_is_computed_again(remat):
     _, expected, of_dots = jax.device_get(build(case).inspect(state, batch))
     assert worst(metrics, expected) < 1e-6 and worst(gradients, of_dots) < 2e-6
     assert metrics["stats/exchange_rounds"] == 1
+
+
+# --- the axis expert ------------------------------------------------------------------------------
+
+
+def run_on(**changes):
+    """Returns a run of eight experts with more values changed by path."""
+    config = run_config.default_config()
+    small = {"model.num_experts": E, "model.expert_d_ff": 48, "model.d_model": 64, "model.num_layers": 2}
+    config.update_from_flattened_dict(small | {name.replace("__", "."): x for name, x in changes.items()})
+    return run_config.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"mesh__expert": 8, "model__num_experts": 0, "model__expert_d_ff": 0}, "Transformer has no experts"),
+        ({"mesh__expert": 8, "model__num_experts": 12}, "dim experts=12 is not divisible by mesh.expert=8"),
+        (
+            {"mesh__expert": 4, "mesh__fsdp": 2, "model__d_model": 68},
+            "d_model=68 is not divisible by mesh.fsdp x ",
+        ),
+        (
+            {"mesh__expert": 8, "mesh__dcn__expert": 2, "mesh__dcn__data": 1},
+            "expert talks inside every layer",
+        ),
+    ],
+)
+def test_what_an_axis_of_experts_cannot_be(changes, said):
+    with pytest.raises(ConfigError) as raised:
+        validation.validate_on(run_on(**changes), 8, changes.get("mesh__dcn__expert", 1), with_data=False)
+    assert said in str(raised.value) and all(len(fault) < 300 for fault in raised.value.faults)
+
+
+@pytest.mark.parametrize("zero", [3, 2, 1])
+def test_nothing_but_vectors_is_held_twice_over_fsdp_and_expert(zero):
+    run = run_on(mesh__expert=4, mesh__fsdp=2, mesh__zero=zero)
+    _, rules, spec = validation.validate_on(run, 8, with_data=False)
+    kinds = set()
+    for path, (x, names) in spec.named_trainable().items():
+        stored, state = (use(names, x.shape) for use in (rules.stored, rules.state))
+        if sharding.is_vector(names, x.shape):
+            assert "norm" in path and not any(state)
+            continue
+        experts_own = "experts" in names
+        parts = math.prod(x.shape) // math.prod(rules.shard_dims(state, x.shape))
+        assert parts == 8, path
+        kept = math.prod(x.shape) // math.prod(rules.shard_dims(stored, x.shape))
+        assert kept == (8 if zero == 3 else 4 if experts_own else 1), path
+        kinds.add(experts_own)
+    assert kinds == {True, False}
+    assert rules.stored(("d_model", "d_ff"), (64, 48)) == (
+        P(("fsdp", "expert"), None) if zero == 3 else P(None, None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "balance, packing", [("bias", "window"), ("sequence", "documents"), ("batch", "documents")]
+)
+def test_devices_that_share_out_experts_have_the_numbers_of_one(balance, packing):
+    run = run_on(model__balance=balance, data__packing=packing, model__num_shared_experts=1)
+    report = runner.verify_layouts(run, jax.devices(), precisions=("float32",), only="expert")
+    assert len(report.results) == 7 and not report.skipped
+    for result in report.results:
+        assert result.passed and result.loss < 1e-6 and result.gradients < 2e-6, result
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bitwise_and_goes_on_without_the_axis(tmp_path):
+    moe = {"model__num_experts": 8, "model__expert_d_ff": 32, "model__dropout": 0.0, "train__steps": 20}
+    mesh = {"mesh__expert": 4, "mesh__fsdp": 2, "mesh__data": 1}
+    train(tmp_path / "straight", 8, **moe, **mesh)
+    straight = losses(tmp_path / "straight")
+    train_and_kill(tmp_path / "killed", 9, 8, **moe, **mesh)
+    shutil.copytree(tmp_path / "killed", tmp_path / "one")
+    shutil.copytree(tmp_path / "killed", tmp_path / "pipeline")
+    assert "resumed after step" in train(tmp_path / "killed", 8, **moe, **mesh).stdout
+    assert losses(tmp_path / "killed") == straight
+    others = {"one": (1, {}), "pipeline": (4, {"mesh__pipeline": 2, "mesh__expert": 2, "mesh__data": 1})}
+    for name, (devices, layout) in others.items():
+        assert "resumed after step" in train(tmp_path / name, devices, **moe, **layout).stdout
+        own = losses(tmp_path / name)
+        assert own.keys() == straight.keys() and own != straight
+        assert max(abs(own[step] - loss) for step, loss in straight.items()) < 1e-5
 
 
 # --- work, decoding, optimizer, what is refused ---------------------------------------------------

@@ -58,7 +58,7 @@ def test_zero_without_fsdp_is_refused(zero):
 
 
 def test_all_faults_come_at_once():
-    config = MeshConfig(expert=2, context=2, data=-1, fsdp=-1, dcn=DcnConfig(data=0))
+    config = MeshConfig(expert=0, context=2, data=-1, fsdp=-1, dcn=DcnConfig(data=0))
     assert len(faults(config).splitlines()) == 4
 
 

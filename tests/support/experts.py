@@ -1,4 +1,4 @@
-"""Meshes with the axis `expert`, which `mesh.resolve_mesh` refuses as long as no model is built on it."""
+"""Meshes with the axes `expert` and `context`; nothing is built on the latter yet."""
 
 from __future__ import annotations
 
