@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.hardware.chips import chip_for, platform_of
+from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import execution, remat
 from jaxdist.parallel.optimizer_sharding import state_specs
@@ -45,10 +45,11 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
       spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
-    peak = _peak(_Step(run, spec, rules, platform_of(target.platform)))
-    capacity = _capacity(target)
-    if platform_of(target.platform) == "tpu" and capacity and accounted_peak(peak) > capacity:
-        peak = _peak(_Step(run, spec, rules, "tpu", pressed=True))
+    platform, chip = platform_of(target.platform), _chip(target)
+    ordered = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
+    peak = _peak(_Step(run, spec, rules, platform, ordered=ordered))
+    if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
+        peak = _peak(_Step(run, spec, rules, "tpu", ordered=True, pressed=True))
     return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
 
 
@@ -75,10 +76,9 @@ def _moments(run: RunConfig, spec: ModelSpec) -> Any:
     return jax.eval_shape(transform.init, stored)
 
 
-def _capacity(target: Target | jax.Device) -> int | None:
-    """Returns the bytes of a device that a program may fill; None where that is not known."""
-    chip = target.chip if isinstance(target, Target) else chip_for(target.device_kind)
-    return chip.capacity_bytes if chip else None
+def _chip(target: Target | jax.Device) -> Chip | None:
+    """Returns what is known of a device; None of one that is not in the table."""
+    return target.chip if isinstance(target, Target) else chip_for(target.device_kind)
 
 
 def _peak(step: "_Step") -> Components:
@@ -88,13 +88,26 @@ def _peak(step: "_Step") -> Components:
 class _Step:
     """The sizes of a run's step on one device.
 
-    `pressed`: of a program that is too large otherwise. A TPU's compiler then orders it anew, for size:
-    the head's gradient is reduced before the layers' backward passes, and attention's logsumexp is taken
-    out of its lanes before the feed-forward's values are there.
+    Args:
+      ordered: the head's gradient is reduced before the layers' backward passes: by our barrier on TPUs whose
+        compute waits for sums (`ops.matmul.waits_for_sums`).
+      pressed: of a program that is too large otherwise. A TPU's compiler then orders it anew, for size: the
+        head as above, and attention's logsumexp is taken out of its lanes before the feed-forward's values
+        are there.
     """
 
-    def __init__(self, run: RunConfig, spec: ModelSpec, rules: Rules, platform: str, pressed: bool = False):
-        self.run, self.rules, self.platform, self.pressed = run, rules, platform, pressed
+    def __init__(
+        self,
+        run: RunConfig,
+        spec: ModelSpec,
+        rules: Rules,
+        platform: str,
+        *,
+        ordered: bool = False,
+        pressed: bool = False,
+    ):
+        self.run, self.rules, self.platform = run, rules, platform
+        self.ordered, self.pressed = ordered, pressed
         self.cut = build.staging(run, spec, rules.shape)
         self.spec = self.cut.staged_spec(spec) if self.cut else spec
         self.parameters = self.spec.named_trainable()
@@ -133,16 +146,17 @@ class _Step:
         Its weights are gathered and its forward values there again. The first weight's gradient,
         whole until it is reduced over devices, takes the place of a forward value. GPU reduces a
         layer's gradients together: all of them are there when half of the forward values are gone.
-        The head's is reduced after the layers.
+        The head's is reduced after the layers, unless they are `ordered`.
         """
         block, sizes = self.block, self._around_backward()
         gathered = self._gathered_once() or sum(block.weights) * self.compute
         work = self.times * block.working
         unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
-        if self.pressed:
-            work -= self.times * block.largest  # one gradient over its value: none and two of them were seen
+        if self.ordered:
             sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
             sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
+        if self.pressed:
+            work -= self.times * block.largest  # one gradient over its value: none and two of them were seen
         elif self.platform == "tpu":
             work += self.times * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:  # a little later there is more
