@@ -173,6 +173,30 @@ def test_in_a_region(axis, sizes):
     np.testing.assert_array_equal(load, one.stats.load)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["rounds", "gather"])
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_bfloat16_on_split_experts_and_kernels(exchange, reduce):
+    """Sums over devices round differently, and no more: the routing is that of one device."""
+    values, x, loads = arrays()
+    arguments = values, x.astype(jnp.bfloat16), loads["even"]
+    (_, one), gradients = jax.device_get(jax.jit(grad)(*arguments))
+    rules, mesh = rules_and_mesh(fsdp=2, expert=2, tensor=2)
+
+    def inside(*arguments):
+        with execution.activate(mesh, rules, compute="bfloat16", reduce=reduce):
+            return grad(*arguments, exchange=exchange)
+
+    compiled = jax.jit(inside).lower(*arguments).compile(FAST_COMPILE)
+    (_, out), own_gradients = jax.device_get(compiled(*arguments))
+    assert out.x.dtype == jnp.bfloat16 and out.stats.load.dtype == np.float32
+    np.testing.assert_array_equal(out.stats.load, one.stats.load)
+    pairs = zip(*map(jax.tree.leaves, ((out.x, own_gradients), (one.x, gradients))), strict=True)
+    for ours, reference in pairs:
+        ours, reference = (np.asarray(a, np.float64) for a in (ours, reference))
+        assert np.linalg.norm(ours - reference) < 1e-2 * np.linalg.norm(reference)
+
+
 # --- samples that the axes do not divide ----------------------------------------------------------
 
 
