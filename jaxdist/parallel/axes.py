@@ -40,7 +40,6 @@ TABLE = (
 
 AXES = tuple(axis.name for axis in TABLE)
 NOT_YET = tuple(axis.name for axis in TABLE if not axis.built)
-BUILT = tuple(axis.name for axis in TABLE if axis.built)
 # Those that `plan` varies, and its rules of thumb set: the others stay as a config has them.
 SEARCHED = tuple(axis.name for axis in TABLE if axis.built and "experts" not in axis.splits)
 BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)

@@ -367,7 +367,8 @@ def test_a_killed_run_resumes_bitwise_and_goes_on_without_the_axis(tmp_path):
     shutil.copytree(tmp_path / "killed", tmp_path / "pipeline")
     assert "resumed after step" in train(tmp_path / "killed", 8, **moe, **mesh).stdout
     assert losses(tmp_path / "killed") == straight
-    others = {"one": (1, {}), "pipeline": (4, {"mesh__pipeline": 2, "mesh__expert": 2, "mesh__data": 1})}
+    staged = {"mesh__pipeline": 2, "mesh__expert": 2, "mesh__data": 1, "pipeline__microbatches": 4}
+    others = {"one": (1, {}), "pipeline": (4, staged)}
     for name, (devices, layout) in others.items():
         assert "resumed after step" in train(tmp_path / name, devices, **moe, **layout).stdout
         own = losses(tmp_path / name)
