@@ -4,16 +4,13 @@ One child process compiles all cases (libtpu writes to fd 2 and reads its enviro
 prints a JSON line per case.
 """
 
-import functools
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from support.paths import ROOT, TESTS
+from support.compilers import compiled_apart
 
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
@@ -85,20 +82,8 @@ def _compile(name: str) -> dict:
     }
 
 
-@functools.cache
 def _results() -> dict[str, dict]:
-    environ = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
-    }
-    command = [sys.executable, __file__]
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), environ.get("PYTHONPATH")]))
-    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    return {row["case"]: row for row in map(json.loads, lines)}
+    return compiled_apart(__file__, timeout=600)
 
 
 def test_all_cases_compile():

@@ -3,18 +3,15 @@
 One child process a platform compiles all its cases and prints a JSON line per case.
 """
 
-import functools
 import importlib.util
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from support.paths import ROOT, TESTS
+from support.compilers import compiled_apart
 
 pytestmark = pytest.mark.slow
 
@@ -108,20 +105,8 @@ def _compile(name: str) -> dict:
     }
 
 
-@functools.cache
 def results(platform: str) -> dict[str, dict]:
-    environ = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
-    }
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, platform]
-    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800)
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    return {row["case"]: row for row in map(json.loads, lines)}
+    return compiled_apart(__file__, platform, timeout=1800)
 
 
 def _devices(name: str) -> int:

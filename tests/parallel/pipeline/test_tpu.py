@@ -4,16 +4,13 @@ A child process compiles cases (libtpu writes to fd 2 and reads its environment 
 prints a JSON line per case; one does all small ones.
 """
 
-import functools
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from support.paths import ROOT, TESTS
+from support.compilers import compiled_apart
 
 pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 
@@ -108,20 +105,8 @@ def result(name: str) -> dict:
     return results(*(SMALL if name in SMALL else (name,)))[name]
 
 
-@functools.cache
 def results(*names: str) -> dict[str, dict]:
-    environ = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it can't read ahead-of-time programs back
-    }
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, *names]
-    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200)
-    assert child.returncode == 0, child.stderr[-4000:]
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(names, map(json.loads, lines), strict=True))
+    return compiled_apart(__file__, *names, timeout=1200)
 
 
 def growth(size: str, schedule: str) -> float:
@@ -159,4 +144,4 @@ def test_memory_of_gpipe_does_grow():
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        print(json.dumps(_compile(case)), flush=True)
+        print(json.dumps({"case": case} | _compile(case)), flush=True)
