@@ -218,7 +218,7 @@ LAYERS = {name: replace(config, z_loss=1e-4) for name, config in VARIANTS.items(
 LAYOUTS = {
     "data 8, accumulation 2": Case(stages=1, data=8, accumulation=2),
     "fsdp 2 x tensor 2 x data 2": Case(stages=1, data=2, fsdp=2, tensor=2),
-    "fsdp 4 x data 2, zero 1, accumulation 4": Case(stages=1, data=2, fsdp=4, zero=1, accumulation=4),
+    "fsdp 4 x data 2, zero 1, accumulation 2": Case(stages=1, data=2, fsdp=4, zero=1, accumulation=2),
     "pipeline 2 x data 2": Case(stages=2, data=2),
     "pipeline 2 x fsdp 2 x tensor 2": Case(stages=2, fsdp=2, tensor=2),
     "pipeline 2 x data 4, accumulation 2": Case(stages=2, microbatches=2, data=4, accumulation=2),
