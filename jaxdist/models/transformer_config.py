@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, Len
 
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from jaxdist.ops.experts import explain
 from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
 
 SIZES = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
@@ -114,6 +115,10 @@ class TransformerConfig:
         names = (*SIZES, "gated", "layer_pattern", "window", "num_experts")
         sizes = {name: getattr(self, name) for name in names} | {"d_ff": self.active_d_ff}
         return transformer_flops_per_token(**sizes, sequence_length=sequence_length, convention=convention)
+
+    def choices(self) -> list[str]:
+        """Returns which kernels experts use on the mesh in force, and how they exchange tokens, and why."""
+        return explain(self.num_experts, self.experts_per_token) if self.num_experts else []
 
     def tiny(self, sequence_length: int) -> dict[str, Any]:
         """Returns the values that change in a tiny variant with every choice kept.

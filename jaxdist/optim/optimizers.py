@@ -123,10 +123,34 @@ def _muon(config: OptimizerConfig, param_roles: optax.Params) -> optax.GradientT
         weight_dimension_numbers=jax.tree.map(dimensions, param_roles),
     )
     labels = jax.tree.map(lambda role: "muon" if role.kind == "matrix" else "adam", param_roles)
+    orthogonal = _expert_by_expert(orthogonal, param_roles)
     return optax.chain(
         optax.partition({"muon": orthogonal, "adam": _adam(config, param_roles)}, labels),
         optax.stateless(lambda updates, _: jax.tree.map(scale, param_roles, updates)),
     )
+
+
+def _expert_by_expert(
+    orthogonal: optax.GradientTransformation, param_roles: optax.Params
+) -> optax.GradientTransformation:
+    """Returns `scale_by_muon` as it is computed where devices share out experts.
+
+    It merges all stack dims of a kernel into one, for which every device would gather all experts.
+    """
+
+    def axis(role: Role) -> int | None | optax.MaskedNode:
+        return role.experts if role.kind == "matrix" else optax.MaskedNode()
+
+    axes = jax.tree.map(axis, param_roles)
+    if not jax.tree.leaves(axes):
+        return orthogonal
+
+    def update(updates, state, params=None):
+        places = contrib.MuonState(count=None, mu=axes, ns_coeffs=None)
+        by_expert = jax.vmap(orthogonal.update, in_axes=(axes, places), out_axes=(axes, places))
+        return by_expert(updates, state)
+
+    return optax.GradientTransformation(orthogonal.init, update)
 
 
 def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTransformation:

@@ -1,7 +1,7 @@
 """What a parameter is to an optimizer, read from its logical names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Literal
 
@@ -24,6 +24,7 @@ class Role:
     dims: int  # trailing dims that form one parameter; the dims before them are stack dims
     reduction: tuple[int, ...] = ()  # matrix: axes that are summed over, the inputs
     output: tuple[int, ...] = ()  # matrix: the other axes
+    experts: int | None = None  # the stack axis of experts, which devices may share out
 
 
 def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> Role:
@@ -45,7 +46,9 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
         if len(names) > len(shape):
             given = f"{'/'.join(path)}: logical names {tuple(names)} for shape {tuple(shape)}"
             raise ValueError(f"{given}; give at most one name per dim.")
-        return _role_from_names(tuple(dropwhile(lambda name: name in _STACK_NAMES, names)))
+        role = _role_from_names(tuple(dropwhile(lambda name: name in _STACK_NAMES, names)))
+        stacks = names[: len(names) - role.dims]
+        return replace(role, experts=-role.dims - 1) if stacks[-1:] == ("experts",) else role
     stacked = bool(path) and path[0] == "blocks" and not any(key.isdigit() for key in path)
     rank = len(shape) - stacked
     if rank < 2:

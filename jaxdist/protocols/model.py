@@ -19,8 +19,9 @@ And a static `stats_metrics(stats)`, what rows of metrics say of a step's stats:
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
 `flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
 the most tokens of a sequence or None; `tiny(sequence_length)`, the values that change in a tiny variant;
-`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide. Without them FLOPs are
-counted in the program, no sequence is too long, and `verify` takes the model as it is.
+`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide; `choices()`, lines that a
+run begins with, called under its mesh. Without them FLOPs are counted in the program, no sequence is too
+long, and `verify` takes the model as it is.
 """
 
 import inspect

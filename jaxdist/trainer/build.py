@@ -14,6 +14,7 @@ from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.optim import schedules
+from jaxdist.parallel import execution
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
@@ -162,6 +163,14 @@ def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
     """Returns the microbatches of an accumulation step: 4 x stages by default, 1 without a pipeline."""
     stages = shape.sizes["pipeline"]
     return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
+
+
+def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
+    """Returns what a step is made of: its batch, when gradients are summed, and what the model chooses."""
+    choices = registry.model_hook(run.model_config, "choices") or list
+    with execution.activate(built.mesh, built.rules):
+        chosen = choices()
+    return [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules), *chosen]
 
 
 def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False) -> list[str]:

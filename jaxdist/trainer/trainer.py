@@ -183,8 +183,8 @@ def _describe(
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
     counts = build.counts(config, spec)
     _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
-    arithmetic = build.batch_arithmetic(config, rules.shape), *build.reduction_lines(config, spec, rules)
-    for line in (*arithmetic, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
+    step = build.step_lines(config, spec, built)
+    for line in (*step, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
         _log(line)
 
 

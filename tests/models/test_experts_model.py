@@ -22,9 +22,11 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.optimizers import build_optimizer
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution, sharding
+from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model import BlockInfo
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
+from jaxdist.trainer import build as run_build
 from jaxdist.trainer import run_config, validation
 from jaxdist.verification import runner
 from support.models import FAST_COMPILE, TINY, model_of, worst
@@ -415,6 +417,19 @@ def test_to_an_optimizer_each_expert_is_a_matrix_and_so_is_the_router():
         role = role_of(("blocks", "mlp", name), x.shape, names)
         assert x.shape == dims and (role.kind, role.dims) == ("matrix", 2)
         assert (role.reduction, role.output) == ((-2,), (-1,))
+
+
+@pytest.mark.parametrize(("size", "exchange"), [(1, "no exchange"), (4, "exchange by rounds over expert 4")])
+def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, exchange):
+    config = run_config.default_config()
+    config.model.update(num_experts=E, experts_per_token=K)
+    config.mesh.update(data=8 // size, expert=size)
+    run = run_config.from_config(config)
+    _, rules, spec = validation.validate_on(run, 8, with_data=False)
+    built = run_build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    lines = run_build.step_lines(run, spec, built)
+    said = [line for line in lines if line.startswith("experts:")]
+    assert len(said) == 2 and "products by" in said[0] and exchange in said[1]
 
 
 def test_muon_treats_every_expert_by_itself():

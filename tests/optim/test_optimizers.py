@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -431,6 +432,22 @@ def test_muon_on_stacks_equals_muon_on_each_layer():
                 expected, state = single.update(grad, state, flat[0])
             ours = matrix_of(path, flatten(updates)[path][layer])
             np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_muon_moves_no_expert_to_another_device():
+    abstract = {"up": jax.ShapeDtypeStruct((2, 8, D, F), jnp.float32)}  # layers, experts
+    names, gradient = {"up": ("experts", "d_model", "d_ff")}, random_like(abstract, 7)
+    config = OptimizerConfig(name="muon", weight_decay=0.0)
+    transform = optimizers.build_optimizer(config, constant(1.0), abstract, names)
+    where = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("expert",)), P(None, "expert"))
+
+    def update(gradient):
+        return transform.update(gradient, transform.init(gradient), gradient)[0]
+
+    compiled = jax.jit(update, out_shardings=where).lower(on := jax.device_put(gradient, where)).compile()
+    assert "f32[2,1," in (text := compiled.as_text())  # each device has one
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+    np.testing.assert_allclose(compiled(on)["up"], update(gradient)["up"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rms", [0.0, 0.2])
