@@ -112,7 +112,7 @@ def test_a_local_layer_counts_the_tokens_it_sees():
 @pytest.mark.parametrize("convention", ["causal", "full"])
 def test_the_config_s_hook_is_the_formula(run, convention):
     names = inspect.signature(transformer_flops_per_token).parameters.keys() & run.model.keys()
-    assert len(names) == 10
+    assert len(names) == 11
     sizes = {name: run.model[name] for name in names}
     formula = transformer_flops_per_token(**sizes, sequence_length=256, convention=convention)
     assert run.model_config.flops_per_token(256, convention) == formula
