@@ -169,7 +169,7 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     """Returns what a step is made of: its batch, when gradients are summed, and what the model chooses."""
     choices = registry.model_hook(run.model_config, "choices") or list
     with execution.activate(built.mesh, built.rules):
-        chosen = choices()
+        chosen: list[str] = choices()
     return [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules), *chosen]
 
 
