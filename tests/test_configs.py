@@ -16,7 +16,7 @@ from support import goldens
 SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
 SIZED = [name for name in goldens.CONFIGS if name not in SMALL]
 
-# Meta's and HF's cards for Llama; 124 M + 47 x 768 rows of padding; MaxText's name for the 16B.
+# Meta's, Mistral's, Qwen's and HF's cards; 124 M + 47 x 768 rows of padding; MaxText's name for the 16B.
 PARAMETERS = {
     "gpt2_124m": 124_439_808 + 47 * 768,
     "llama2_7b": 6_738_415_616,
@@ -24,6 +24,8 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "dense_16b": 15_831_666_688,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxdist.config import ConfigError, annotations, files  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
-from jaxdist.parallel import sharding  # noqa: E402
+from jaxdist.parallel import axes, sharding  # noqa: E402
 from jaxdist.parallel.mesh import (  # noqa: E402
     MeshConfig,
     resolve_mesh,  # noqa: E402
@@ -62,6 +63,11 @@ LARGE_LAYOUTS = (
     MeshConfig(data=1, fsdp=8, zero=2),
     MeshConfig(data=1, fsdp=8, tensor=48),  # refused
 )
+EXPERT_LAYOUTS = (
+    MeshConfig(data=1, fsdp=8, expert=8),  # v5p-128
+    MeshConfig(data=1, fsdp=2, tensor=2, expert=4),
+)
+OF_EXPERTS = ("mixtral_8x7b", "qwen3_30b_a3b")
 # Variants with stages, as `name:argument`.
 STAGED = {
     "llama3_70b:pipeline": (
@@ -72,6 +78,7 @@ STAGED = {
 }
 
 SHARDING = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
+SHARDING |= {name: (*LARGE_LAYOUTS, *EXPERT_LAYOUTS) for name in OF_EXPERTS}
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
 NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)  # files below tests/golden
 
@@ -132,7 +139,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
     """Returns the sharding tables of a shipped config, a layout each."""
     spec, parts = spec_of(name), []
     for mesh in layouts:
-        shape = resolve_mesh(mesh, mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor)
+        shape = resolve_mesh(mesh, math.prod(getattr(mesh, axis) for axis in axes.AXES))
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
             table = placement.explain(build.placements(run, spec, sharding.build_rules(mesh, shape)))
