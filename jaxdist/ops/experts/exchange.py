@@ -22,6 +22,9 @@ from jaxdist.ops.experts.feed_forward import Activation, Kernels
 from jaxdist.ops.experts.grouped_matmul import Backend
 from jaxdist.parallel import execution
 
+# What the exchange's collectives are called in a compiled program: rows, and their gradients.
+TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -107,7 +110,8 @@ def _own_ids(ids, exchange: Exchange):
 
 def _of_group(x, exchange: Exchange):
     if exchange.kind == "gather" and exchange.split_tokens:
-        return jax.lax.all_gather(x, exchange.axis, tiled=True)
+        with jax.named_scope(TO_EXPERTS):
+            return jax.lax.all_gather(x, exchange.axis, tiled=True)
     return x
 
 
@@ -118,7 +122,8 @@ def _summed(x, exchange: Exchange):
     if not exchange.split_tokens:
         return execution.sum_over(x, exchange.axis)
     wide = x.astype(jnp.float32) if execution.current().platform == "cpu" else x  # see execution.sum_over
-    return jax.lax.psum_scatter(wide, exchange.axis, tiled=True).astype(x.dtype)
+    with jax.named_scope(FROM_EXPERTS):
+        return jax.lax.psum_scatter(wide, exchange.axis, tiled=True).astype(x.dtype)
 
 
 def _group_sizes(sizes_E, exchange: Exchange):
@@ -273,9 +278,10 @@ def _round(number, routes: _Routes, order: Order, exchange: Exchange) -> _Round:
     )
 
 
-def _swapped(rows, exchange: Exchange):
+def _swapped(rows, exchange: Exchange, what: str):
     """Returns the rows [n C, ...] that the other devices have for this one."""
-    return jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)
+    with jax.named_scope(what):
+        return jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)
 
 
 def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
@@ -284,9 +290,10 @@ def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
 
     def one(number, out):
         this = _round(number, routes, order, exchange)
-        rows = _swapped(x[this.assignments // k], exchange)[this.grouped]
+        rows = _swapped(x[this.assignments // k], exchange, TO_EXPERTS)[this.grouped]
         y = feed_forward.forward(rows, this.sizes, kernels, exchange.activation, exchange.backend)
-        return _added(out, _swapped(y[this.ungrouped], exchange), this.rows, this.there, weights)
+        y = _swapped(y[this.ungrouped], exchange, FROM_EXPERTS)
+        return _added(out, y, this.rows, this.there, weights)
 
     out = jax.lax.fori_loop(0, routes.rounds, one, jnp.zeros(x.shape, jnp.float32))
     return out.astype(x.dtype), routes.rounds
@@ -300,7 +307,7 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
         this = _round(number, routes, order, exchange)
         token = this.assignments // k
         sent = (x[token], dout_TD[token], weights.reshape(-1)[this.assignments])
-        x_rows, dout_rows, weight_rows = (_swapped(a, exchange)[this.grouped] for a in sent)
+        x_rows, dout_rows, weight_rows = (_swapped(a, exchange, TO_EXPERTS)[this.grouped] for a in sent)
         rows = feed_forward.backward(
             x_rows,
             dout_rows,
@@ -312,7 +319,8 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
             backend=exchange.backend,
             dtype=jnp.float32,
         )
-        dx, dweights = (_swapped(a[this.ungrouped], exchange) for a in (rows.x, rows.weights))
+        back = (rows.x, rows.weights)
+        dx, dweights = (_swapped(a[this.ungrouped], exchange, FROM_EXPERTS) for a in back)
         dweights = jnp.where(this.there, dweights[this.rows], 0)
         dx = _added(total.x_TD, dx, this.rows, this.there)
         return Gradients(dx, total.weights_Tk + dweights, rows.kernels)

@@ -26,6 +26,7 @@ from jaxdist.protocols.param_names import Names
 
 INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
+SLACK = 1.25  # rows of a round, or of a chunk, relative to those of an even load
 
 
 class Stats(NamedTuple):
@@ -63,7 +64,7 @@ def experts(
     activation: Activation,
     *,
     exchange: Kind = "auto",
-    slack: float = 1.25,
+    slack: float = SLACK,
     capacity_factor: float | None = None,
     valid_BS: jax.Array | None = None,
     counted_BS: jax.Array | None = None,
@@ -105,19 +106,19 @@ def experts(
     return Output(out, stats)
 
 
-def explain(num_experts: int, k: int, *, exchange: Kind = "auto", slack: float = 1.25) -> list[str]:
+def explain(num_experts: int, k: int, *, exchange: Kind = "auto", slack: float = SLACK) -> list[str]:
     """Returns, in lines for users, what computes the products and how rows are exchanged, and why."""
     backend = grouped_matmul.choose()
     parts = execution.current().axis_size("expert")
     lines = [f"experts: products by {backend.name}: {backend.reason}"]
     if parts == 1 or num_experts % parts:
         return [*lines, "experts: no exchange: each device has the kernels of all experts"]
-    kind, reason = _kind(exchange, parts, k, slack)
+    kind, reason = choose_exchange(exchange, parts, k, slack)
     return [*lines, f"experts: exchange by {kind} over expert {parts}: {reason}"]
 
 
-def _kind(kind: Kind, parts: int, k: int, slack: float) -> tuple[str, str]:
-    """Returns rounds or gather, and why."""
+def choose_exchange(kind: Kind, parts: int, k: int, slack: float = SLACK) -> tuple[str, str]:
+    """Returns rounds or gather, and why, for experts that so many devices share out."""
     if kind != "auto":
         return kind, "set by hand"
     # A row crosses k slack (n - 1) / n times, a token n - 1 times, and its sum twice as often where the
@@ -195,7 +196,7 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
     kind, chunk, parts = "local", rows, 1
     if over:
         parts = now.axis_size(over[0])
-        kind, _ = _kind(options.kind, parts, k, options.slack)
+        kind, _ = choose_exchange(options.kind, parts, k, options.slack)
         kind = kind if over[0] in split else "gather"  # the devices have the same tokens
         chunk = _rounded(options.slack * rows / (parts if kind == "rounds" else 1))
         chunk = min(chunk, _rounded(rows))
