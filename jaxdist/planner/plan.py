@@ -215,7 +215,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         return replace(plan, warnings=notes)
     module = hlo.parse(compiled.hlo)
     collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
-    compute, kernels = run.precision.compute, timing.attention_kernels(module)
+    compute, kernels = run.precision.compute, timing.kernels(module)
     collectives = timing.overlap(module, collectives, kernels, target, compute=compute)
     time = timing.estimate(
         module,

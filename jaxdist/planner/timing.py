@@ -31,6 +31,14 @@ def attention_share(target: Target, head_dim: int) -> float:
     return _ATTENTION_NARROW if wide and head_dim < 256 else _ATTENTION
 
 
+# Share of peak that products of rows with their group's kernel are assumed to reach in a Pallas kernel.
+_GROUPED = 0.8
+
+
+def _share(target: Target, kernel: "Kernel") -> float:
+    return _GROUPED if kernel.role == _EXPERTS else attention_share(target, kernel.head_dim)
+
+
 def products_peak(target: Target, compute: str) -> float | None:
     """Returns the FLOP/s that products can reach; None where none is published."""
     # TPU matrix units round float32 to bfloat16.
@@ -67,13 +75,13 @@ SURE = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """Calls of one attention kernel."""
+    """Calls of one kernel that the compiler cannot see into."""
 
     name: str  # of the instruction
-    role: str  # of _KERNEL_COST; backward: dq, dk and dv in one
+    role: str  # of _KERNEL_COST (backward: dq, dk and dv in one), or _EXPERTS
     count: int  # a step
-    flops: float  # of one call on one device, causal
-    head_dim: int
+    flops: float  # of one call on one device; attention's causal, experts' for an even load
+    head_dim: int = 0  # of attention
 
 
 @dataclass(frozen=True)
@@ -134,12 +142,16 @@ def estimate(
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
-    attention, middle = costs[0].attention_s, sum(cost.compute_s for cost in costs) / len(costs)
+    attention, experts, middle = (
+        costs[0].attention_s,
+        costs[0].experts_s,
+        sum(cost.compute_s for cost in costs) / len(costs),
+    )
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
     hidden = math.fsum(one.hidden_s for one in collectives)
     exposed = sync + wire - hidden
-    step = middle + attention + exposed
+    step = middle + attention + experts + exposed
     executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
@@ -147,28 +159,31 @@ def estimate(
     return Time(
         sure=SURE["gpu" if target.platform == "gpu" else target.family] + between,
         step_s=step,
-        low_s=costs[0].compute_s - costs[0].doubtful_s + attention,
-        high_s=costs[-1].compute_s + attention + sync + wire,
+        low_s=costs[0].compute_s - costs[0].doubtful_s + attention + experts,
+        high_s=costs[-1].compute_s + attention + experts + sync + wire,
         mfu_causal=rated and model["causal"] / step / rated,
         mfu_full=rated and model["full"] / step / rated,
         hfu=rated and executed / step / rated,
         tokens_per_s=tokens / step,
         tokens_per_s_per_chip=tokens / step / target.num_chips,
-        waterfall=_waterfall(middle, attention, bubble, again) | {"exposed communication": exposed},
+        waterfall=_waterfall(middle, attention, experts, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=(*_notes(module, kernels, collectives), *_doubts(costs[0].doubtful_s, step)),
     )
 
 
-def _waterfall(compute: float, attention: float, bubble: float, again: float) -> dict[str, float]:
+def _waterfall(
+    compute: float, attention: float, experts: float, bubble: float, again: float
+) -> dict[str, float]:
     """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
-    work = (1 - bubble) * (1 - again)
+    work, busy = (1 - bubble) * (1 - again), compute + attention + experts
     return {
         "compute": compute * work,
         "attention": attention * work,
-        "recompute": (compute + attention) * (1 - bubble) * again,
-        "bubble": (compute + attention) * bubble,
+        **({"experts": experts * work} if experts else {}),
+        "recompute": busy * (1 - bubble) * again,
+        "bubble": busy * bubble,
     }
 
 
@@ -188,8 +203,10 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
     if sum(one.axis != "pipeline" for one in permutes) >= _WINDOWED:
         yield "matrix products are windowed, for which the compiler counts far too many cycles"
     runs = list(module.runs())
-    if loops := sorted({run.loops[-1] for run in runs if not run.certain}):
+    if loops := sorted({run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
+    if any(kernel.role == _EXPERTS for kernel in kernels) or _even_trips(module):
+        yield "experts are counted with an even load"
     called = [s for run in runs for s in module.computations[run.computation].values() if _KERNEL in s.text]
     if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
         yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
@@ -198,6 +215,11 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
 # --- attention ------------------------------------------------------------------------------------
 
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+def kernels(module: hlo.Module) -> list[Kernel]:
+    """Returns the kernels of known cost that a program calls."""
+    return [*attention_kernels(module), *expert_kernels(module)]
 
 
 def attention_kernels(module: hlo.Module) -> list[Kernel]:
@@ -238,6 +260,45 @@ def forwards_per_backward(kernels: Sequence[Kernel]) -> float:
     return counts["forward"] / backward if backward else 1.0
 
 
+# --- experts --------------------------------------------------------------------------------------
+
+_EXPERTS = "experts"
+# Scopes that the experts' op opens around kernels and loops.
+_SPARE = re.compile(r"\beven_load_rows_x_([\d.]+)/")  # rows of the arrays, relative to those filled
+_EVEN = re.compile(r"\beven_load_trips_(\d+)/")
+
+
+def expert_kernels(module: hlo.Module) -> list[Kernel]:
+    """Returns the products by megablox that a program calls, with the work of an even load.
+
+    A row tile is visited once for each group that has rows in it: that is up to tiles + E - 1 times in all,
+    the length of the kernel's tables, as hardly any group ends where a tile does. Spare rows are in none.
+    """
+    found = []
+    for run in module.runs():
+        steps = module.computations[run.computation]
+        for step in steps.values():
+            if _KERNEL not in step.text or not re.match(r"t?gmm\b", step.name):
+                continue
+            types = [part for name in step.operands for part in steps[name].types]
+            _, visits, *_ = [dims[0] for dtype, dims in types if dtype == "s32" and len(dims) == 1]
+            (E, K, N), *_ = [dims for _, dims in [*types, *step.types] if len(dims) == 3]
+            rows = next(dims[0] for dtype, dims in types if dtype[0] in "bf" and len(dims) == 2)
+            tile = rows // (visits - E + 1)
+            spare = _SPARE.search(step.op_name)
+            filled = rows / float(spare[1]) if spare else rows
+            visited = (math.ceil(filled / tile) + E - 1) * tile
+            found.append(Kernel(step.name, _EXPERTS, run.times, 2.0 * visited * K * N))
+    return found
+
+
+def _even_trips(module: hlo.Module) -> dict[str, int]:
+    """Returns how often loops go round whose length depends on the load of experts, if that is even."""
+    loops = (s for steps in module.computations.values() for s in steps.values() if s.opcode == "while")
+    marked = ((loop.name, _EVEN.search(loop.op_name)) for loop in loops)
+    return {name: int(mark[1]) for name, mark in marked if mark}
+
+
 # --- every other instruction ----------------------------------------------------------------------
 
 _SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
@@ -256,12 +317,14 @@ class _Costs:
         assert target.chip is not None
         self.module, self.clock_hz = module, target.chip.clock_hz
         self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
-        self.kernels = {k.name: k.flops / peak / attention_share(target, k.head_dim) for k in kernels}
-        self.attention_s = math.fsum(kernel.count * self.kernels[kernel.name] for kernel in kernels)
-        runs = ((run.times, module.computations[run.computation]) for run in module.runs())
+        self.kernels = {k.name: k.flops / peak / _share(target, k) for k in kernels}
+        seconds = [(k.role == _EXPERTS, k.count * self.kernels[k.name]) for k in kernels]
+        self.experts_s = math.fsum(own for experts, own in seconds if experts)
+        self.attention_s = math.fsum(own for experts, own in seconds if not experts)
+        self.even_trips = _even_trips(module)
+        runs = [(self._times(run), module.computations[run.computation]) for run in module.runs()]
         self.compute_s = math.fsum(n * self._own(steps, s) for n, steps in runs for s in steps.values())
         self.product_flops_per_s = peak * _PRODUCT.get(target.family, 1.0)
-        runs = ((run.times, module.computations[run.computation]) for run in module.runs())
         self.doubtful_s = math.fsum(n * self._doubtful(s) for n, steps in runs for s in steps.values())
 
     def seconds(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
@@ -269,8 +332,13 @@ class _Costs:
         if step.opcode not in ("while", "conditional", "call"):
             return self.kernels.get(step.name) or self._own(inside, step)
         trips = (self.module.trip_count(step) or 1) if step.opcode == "while" else 1
+        trips = self.even_trips.get(step.name, trips)
         bodies = [self.module.computations[n] for n in step.called("body", "to_apply", *hlo.BRANCHES)]
         return trips * max(math.fsum(self.seconds(steps, s) for s in steps.values()) for steps in bodies)
+
+    def _times(self, run: hlo.LoopRun) -> int:
+        """Returns how often a computation runs with an even load of experts."""
+        return run.times * math.prod(self.even_trips.get(loop, 1) for loop in run.loops)
 
     def _own(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
         if self.clock_hz:

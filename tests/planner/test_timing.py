@@ -66,7 +66,7 @@ ENTRY %main (p: s32[]) -> s32[] {{
 
 def estimate(module, found=(), target=V5E, **options):
     given = {"tokens": 1e6, "flops_per_token": {"causal": 1e9, "full": 2e9}} | options
-    kernels = timing.attention_kernels(module)
+    kernels = timing.kernels(module)
     found = timing.overlap(module, found, kernels, target)
     return timing.estimate(module, found, kernels, target, **given)
 
@@ -274,6 +274,60 @@ def test_other_kernels_are_named():
     text = re.sub(r"splash_mha_fwd_residuals.2 = (.*?)op_name=\"[^\"]*\"", r"mine = \1op_name=\"x\"", text)
     assert "%mine = " in text
     assert estimate(hlo.parse(text)).notes == ("kernels of unknown cost were left out: mine",)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def products_of(scope: str) -> str:
+    """Returns a product of 1024 rows with 4 kernels, and a kernels' gradient, in row tiles of 128."""
+    name = f'metadata={{op_name="jit(step)/shard_map/{scope}jit(gmm)/pallas_call"}}'
+    call = "custom-call(%%tiles, %%offsets, %%groups, %%rows, %%first, %%x, %%%s)"
+    call += f', custom_call_target="tpu_custom_call", {name}'
+    return f"""HloModule test
+
+ENTRY %main (x: bf16[1024,256], w: bf16[4,256,512], dy: bf16[1024,512]) -> f32[4,256,512] {{
+  %x = bf16[1024,256]{{1,0}} parameter(0)
+  %w = bf16[4,256,512]{{2,1,0}} parameter(1)
+  %dy = bf16[1024,512]{{1,0}} parameter(2)
+  %tiles = s32[]{{:T(128)}} constant(8)
+  %offsets = s32[5]{{0}} parameter(3)
+  %groups = s32[11]{{0}} parameter(4)
+  %rows = s32[11]{{0}} parameter(5)
+  %first = s32[1]{{0}} parameter(6)
+  %work = bf16[1024,256]{{1,0}} copy(%x), {cycles(int(1.75e6))}
+  %gmm.2 = bf16[1024,512]{{1,0}} {call % "w"}
+  ROOT %tgmm = f32[4,256,512]{{2,1,0}} {call % "dy"}
+}}
+"""
+
+
+def test_grouped_products_are_charged_the_tiles_that_an_even_load_visits():
+    module = hlo.parse(products_of(""))
+    visited = (8 + 4 - 1) * 128  # every group but the first begins within a tile
+    (product, gradient) = timing.expert_kernels(module)
+    assert product.flops == gradient.flops == 2 * visited * 256 * 512
+    time = estimate(module, target=targets.parse("v5p:4x4x4"))
+    experts = 2 * product.flops / (0.8 * 459e12)
+    assert time.low_s == time.step_s == pytest.approx(1e-3 + experts)
+    shares = time.waterfall["experts"] / time.waterfall["compute"]
+    assert shares == pytest.approx(experts / 1e-3) and time.waterfall["attention"] == 0
+    assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
+    assert time.notes == ("experts are counted with an even load",)
+
+
+def test_spare_rows_of_grouped_products_cost_nothing():
+    module = hlo.parse(products_of("even_load_rows_x_1.25/"))
+    assert {k.flops for k in timing.expert_kernels(module)} == {2 * (7 + 3) * 128 * 256 * 512}  # 819 rows: 7
+
+
+def test_loops_that_the_load_ends_go_round_as_often_as_an_even_load_needs():
+    text = PROGRAM.replace("s32[] constant(5)", "s32[] parameter(1)")
+    for trips in (0, 1):
+        loop = f'body=%inner, metadata={{op_name="jit(step)/even_load_trips_{trips}/while"}}'
+        time = estimate(hlo.parse(text.replace("body=%inner", loop)))
+        assert time.step_s == pytest.approx((50000 + 4 * (300 + trips * 1000)) / 1.5e9)
+        assert time.notes == ("experts are counted with an even load",)
 
 
 # --- GPU ------------------------------------------------------------------------------------------

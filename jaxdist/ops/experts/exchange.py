@@ -24,6 +24,7 @@ from jaxdist.parallel import execution
 
 # What the exchange's collectives are called in a compiled program: rows, and their gradients.
 TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
+_ONE_TRIP = "even_load_trips_1"  # of loops that the load ends: for the planner
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def _over_chunks(add: Callable, carry, tokens_ids_Tk, order: Order, sizes, excha
     if size >= A:
         return one(0, carry), 1
     count = (ends[-1] + size - 1) // size
-    return jax.lax.fori_loop(0, count, one, carry), count
+    with jax.named_scope(_ONE_TRIP):
+        return jax.lax.fori_loop(0, count, one, carry), count
 
 
 def _chunks_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
@@ -295,7 +297,8 @@ def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
         y = _swapped(y[this.ungrouped], exchange, FROM_EXPERTS)
         return _added(out, y, this.rows, this.there, weights)
 
-    out = jax.lax.fori_loop(0, routes.rounds, one, jnp.zeros(x.shape, jnp.float32))
+    with jax.named_scope(_ONE_TRIP):
+        out = jax.lax.fori_loop(0, routes.rounds, one, jnp.zeros(x.shape, jnp.float32))
     return out.astype(x.dtype), routes.rounds
 
 
@@ -326,5 +329,6 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
         return Gradients(dx, total.weights_Tk + dweights, rows.kernels)
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), _zeros(kernels)
-    total = jax.lax.fori_loop(0, routes.rounds, one, Gradients(*zeros))
+    with jax.named_scope(_ONE_TRIP):
+        total = jax.lax.fori_loop(0, routes.rounds, one, Gradients(*zeros))
     return total._replace(x_TD=total.x_TD.astype(x.dtype))

@@ -41,13 +41,14 @@ def choose(spare: float = 1.0) -> Backend:
     Args:
       spare: of the rows that it is given, how many times those that an even load fills.
     """
-    backend = BACKENDS[execution.current().platform]
-    if backend.matmul is not _padded_matmul or spare == 1:
+    platform = execution.current().platform
+    backend = BACKENDS[platform]
+    if platform == "cpu" or spare == 1:
         return backend
     return replace(
         backend,
-        matmul=partial(_padded_matmul, spare=spare),
-        kernel_gradient=partial(_padded_gradient, spare=spare),
+        matmul=partial(backend.matmul, spare=spare),
+        kernel_gradient=partial(backend.kernel_gradient, spare=spare),
     )
 
 
@@ -155,7 +156,8 @@ def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: i
         return add(carry, _Shares(E + i * together, group, starts[group] + done, left))
 
     carry = add(carry, _Shares(0, jnp.arange(E), starts, sizes))
-    return jax.lax.fori_loop(0, (ends[-1] + together - 1) // together, others, carry)
+    with jax.named_scope("even_load_trips_0"):  # for the planner
+        return jax.lax.fori_loop(0, (ends[-1] + together - 1) // together, others, carry)
 
 
 def _rows_of(x, shares: _Shares, share: int):
@@ -238,6 +240,6 @@ BACKENDS = {
         "jax's megablox kernels; the gradient of XLA's own grouped product is dense on TPU",
         lambda rows, groups: _megablox().allocated(rows, groups),
         lambda *args, **options: _megablox().matmul(*args, **options),
-        lambda *args: _megablox().kernel_gradient(*args),
+        lambda *args, **options: _megablox().kernel_gradient(*args, **options),
     ),
 }

@@ -99,31 +99,40 @@ def _best(tilings: Iterable[tuple[int, int, int]], used, moved, vmem: int) -> tu
     return min(fitting, key=lambda tiling: (moved(*tiling), -math.prod(tiling)))
 
 
-def matmul(x, kernels, sizes, *, transposed: bool = False, interpret: bool = False) -> jax.Array:
+def _scope(spare: float):
+    """Tells the planner how many times the rows that an even load fills there are."""
+    return jax.named_scope(f"even_load_rows_x_{spare:g}")
+
+
+def matmul(
+    x, kernels, sizes, *, transposed: bool = False, spare: float = 1.0, interpret: bool = False
+) -> jax.Array:
     """Returns each row of x [R, K] times its group's kernel [E, K, N]; transposed: x [R, N] -> [R, K]."""
     E, K, N = kernels.shape
     K, N = (N, K) if transposed else (K, N)
-    return _kernels.gmm(
-        x,
-        kernels,
-        sizes.astype(jnp.int32),
-        preferred_element_type=x.dtype,
-        tiling=forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize, _vmem_bytes()),
-        transpose_rhs=transposed,
-        interpret=interpret,
-    )
+    with _scope(spare):
+        return _kernels.gmm(
+            x,
+            kernels,
+            sizes.astype(jnp.int32),
+            preferred_element_type=x.dtype,
+            tiling=forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize, _vmem_bytes()),
+            transpose_rhs=transposed,
+            interpret=interpret,
+        )
 
 
-def kernel_gradient(x, dy, sizes, total, dtype, *, interpret: bool = False) -> jax.Array:
+def kernel_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0, interpret: bool = False) -> jax.Array:
     """Returns total [E, K, N] + the sums of x^T dy over each group's rows, in dtype."""
     (R, K), (E,) = x.shape, sizes.shape
     tiling = gradient_tiling(R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None)
-    return _kernels.tgmm(
-        x.T,
-        dy,
-        sizes.astype(jnp.int32),
-        preferred_element_type=jnp.dtype(dtype),
-        tiling=tiling,
-        existing_out=total,
-        interpret=interpret,
-    )
+    with _scope(spare):
+        return _kernels.tgmm(
+            x.T,
+            dy,
+            sizes.astype(jnp.int32),
+            preferred_element_type=jnp.dtype(dtype),
+            tiling=tiling,
+            existing_out=total,
+            interpret=interpret,
+        )

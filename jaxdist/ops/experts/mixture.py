@@ -71,14 +71,12 @@ def experts(
 ) -> Output:
     """Returns the weighted sum of each token's experts' outputs [B, S, D] in the dtype of x, and statistics.
 
-    An expert's output is down(activation(gate(x)) * up(x)). Every token is computed, however uneven the
-    load, in memory that does not depend on it. Work is that of the chosen experts, on every platform
-    (`grouped_matmul`). It may be called anywhere: on one device, in a step, in its regions. Products of
+    An expert's output is down(activation(gate(x)) * up(x)). Every token is computed, in memory that does not
+    depend on the load. It may be called anywhere: on one device, in a step, in its regions. Products of
     the first kernels are computed again in the backward pass, whatever `remat` says; outputs are not.
 
     Args:
-      ids_BSk, weights_BSk: int32 experts of each token, and float32 weights, as `route` gives them. The ids
-        of a token differ.
+      ids_BSk, weights_BSk: int32 experts of each token, which differ, and float32 weights, as of `route`.
       gate, up, down: parameters [E, D, F], [E, D, F] and [E, F, D], with their logical names as metadata
         (`("experts", "d_model", "d_ff")`, the default of arrays that have none); gate None: not gated,
         down(activation(up(x))).
