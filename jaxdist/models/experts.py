@@ -23,8 +23,12 @@ from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import BlockInfo, BlockOutput
 
 WEIGHTS = "token_weights"  # field of a block's info: weights in the loss, [B, S]; absent: nothing is counted
+# Field of a batch, [B, S, L, k] int32: experts that tokens go to in each layer; below 0: as routers choose.
+# Near-ties fall as rounding does, so what is compared in low precision is given them.
+GIVEN_IDS = "expert_ids"
 LOAD, DROPS = "expert_load", "expert_drops"  # stats: choices of each expert [E], and how many were dropped
 ROUNDS, EXCHANGES = "expert_rounds", "expert_exchanges"
+LOAD_METRIC = "expert_load"  # [L, E], of a step
 
 
 class Experts(nnx.Module):
@@ -51,7 +55,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
         """Returns the output [B, S, D], the terms of the objective, and the counts of this layer."""
         c, segments, weights = self.config, info.fields.get("segment_ids"), info.fields.get(WEIGHTS)
-        logits, routing = self.route(x_BSD)
+        logits, routing = self.route(x_BSD, _given_ids(info))
         out = experts(
             x_BSD,
             routing.ids,
@@ -73,8 +77,8 @@ class Experts(nnx.Module):
         stats = {LOAD: sums.load, DROPS: sums.dropped, ROUNDS: sums.rounds, EXCHANGES: sums.exchanges}
         return BlockOutput(y, self._aux(logits, routing, weights), stats)
 
-    def route(self, x_BSD: jax.Array) -> tuple[jax.Array, Routing]:
-        """Returns the router's float32 logits [B, S, E], and where it sends the tokens."""
+    def route(self, x_BSD: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, Routing]:
+        """Returns the router's float32 logits [B, S, E], and where it sends the tokens (to those given)."""
         c = self.config
         (logits,) = project(x_BSD.astype(jnp.float32), self.router)
         logits = shard(logits, "batch", "sequence", None)
@@ -87,6 +91,7 @@ class Experts(nnx.Module):
             scale=c.route_scale,
             groups=c.expert_groups,
             top_groups=c.expert_top_groups,
+            given=given,
         )
         return logits, routing
 
@@ -118,6 +123,12 @@ class Experts(nnx.Module):
             self.last_load.set_value(jnp.where(total > 0, shares, self.last_load[...]))
 
 
+def _given_ids(info: BlockInfo) -> jax.Array | None:
+    """Returns the batch's experts for this layer's tokens [B, S, k]; None if it has none."""
+    ids_BSLk = info.fields.get(GIVEN_IDS)
+    return None if ids_BSLk is None else jax.lax.dynamic_index_in_dim(ids_BSLk, info.layer, 2, False)
+
+
 def sequence_balance(shares_BSE: jax.Array, ids_BSk: jax.Array, weights_BS: jax.Array) -> jax.Array:
     """Returns the sum over sequences of their balance loss times their weight (arXiv:2412.19437, 17-20).
 
@@ -133,20 +144,25 @@ def sequence_balance(shares_BSE: jax.Array, ids_BSk: jax.Array, weights_BS: jax.
 
 
 def metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Returns figures of a step's load from the layers' stats (load [L, E]), and other stats as they are.
+    """Returns figures of a step's load from the layers' stats, and other stats as they are.
 
-    `load_max_over_mean` and `load_entropy` (1: even) of each layer [L]; over all layers `dead_experts`, those
-    that no token of the step chose, `dropped`, the share of choices, and `exchange_rounds`, 1 if even.
+    Of each layer [L]: `load_max_over_mean`, `load_entropy` (1: even), `dead_experts` that no token of the
+    step chose, `dropped`, a share of choices, and `exchange_rounds`, 1 if even. `expert_load` [L, E], choices
+    of each expert. And `fullest_layer`, where an expert has the most, from 0 on.
     """
     if LOAD not in stats:
         return dict(stats)
     load, E = stats[LOAD], stats[LOAD].shape[-1]
-    shares = load / jnp.maximum(load.sum(-1, keepdims=True), 1)
+    total = jnp.maximum(load.sum(-1), 1)
+    shares = load / total[:, None]
     entropy = -(shares * jnp.log(jnp.maximum(shares, 1e-20))).sum(-1)
+    fullest = shares.max(-1) * E
     return {name: x for name, x in stats.items() if name not in (LOAD, DROPS, ROUNDS, EXCHANGES)} | {
-        "load_max_over_mean": shares.max(-1) * E,
+        LOAD_METRIC: load,
+        "load_max_over_mean": fullest,
         "load_entropy": entropy / math.log(max(E, 2)),
-        "dead_experts": (load == 0).sum(),
-        "dropped": stats[DROPS].sum() / jnp.maximum(load.sum(), 1),
-        "exchange_rounds": stats[ROUNDS].sum() / jnp.maximum(stats[EXCHANGES].sum(), 1),
+        "fullest_layer": jnp.argmax(fullest),
+        "dead_experts": (load == 0).sum(-1),
+        "dropped": stats[DROPS] / total,
+        "exchange_rounds": stats[ROUNDS] / jnp.maximum(stats[EXCHANGES], 1),
     }

@@ -38,6 +38,7 @@ def chart(
     unit: str = "",
     from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
+    bands: Sequence[tuple[Curve, Curve]] = (),
     size: tuple[int, int] = (560, 230),
 ) -> str:
     """Returns one <svg> of the curves.
@@ -48,13 +49,15 @@ def chart(
       from_zero: the y axis includes 0 and ignores the farthest 1 % of the values (a slow first
         step): for speeds, where height means something.
       marks: (step, text) of vertical lines: events.
+      bands: (lower, upper) curves, of those above, with the area between them filled.
       size: width and height in pixels.
     """
     thin = [_thinned(curve) for curve in curves]
     xs = [x for curve in thin for x in curve.x] or [0.0]
     ys = [y for curve in thin for y in curve.y if math.isfinite(y)] or [0.0]
     frame = _Frame(size, min(xs), max(max(xs), min(xs) + 1), *_y_range(ys, from_zero))
-    shapes = [frame.curve(curve) for curve in sorted(thin, key=lambda c: c.style != "raw")]
+    shapes = [frame.band(*map(_thinned, pair)) for pair in bands]
+    shapes += [frame.curve(curve) for curve in sorted(thin, key=lambda c: c.style != "raw")]
     lines = [frame.mark(step, text) for step, text in marks if frame.x0 <= step <= frame.x1]
     ends = "; ".join(f"{c.name}: from {c.y[0]:.4g} to {c.y[-1]:.4g} {unit}".strip() for c in thin if c.y)
     return (
@@ -143,6 +146,12 @@ class _Frame:
         place = f'x1="{self.px(step):.1f}" x2="{self.px(step):.1f}"'
         span = f'y1="{top}" y2="{self.size[1] - _BOTTOM}"'
         return f'<line class="{style}" {place} {span}><title>{html.escape(text)}</title></line>'
+
+    def band(self, low: Curve, high: Curve) -> str:
+        """Returns the area between two curves."""
+        points = [*zip(high.x, high.y, strict=True), *reversed([*zip(low.x, low.y, strict=True)])]
+        path = "L".join(f"{self.px(x):.1f} {self.py(y):.1f}" for x, y in points if math.isfinite(y))
+        return f'<path class="band {low.run}" d="M{path}z"/>' if path else ""
 
     def curve(self, curve: Curve) -> str:
         """Returns one curve with its points as JSON for the hover script."""

@@ -15,6 +15,7 @@ from html import escape
 from importlib import resources
 
 from jaxdist.config import schema
+from jaxdist.report_page import experts
 from jaxdist.report_page.charts import Curve, chart, smooth
 from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
 from jaxdist.telemetry.units import duration_text
@@ -44,7 +45,7 @@ def render(runs: Sequence[RunSummary]) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
-        f"{_figures(runs)}{_charts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_figures(runs)}{_charts(runs)}{_experts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
         f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
@@ -57,7 +58,8 @@ def render(runs: Sequence[RunSummary]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title} · jaxdist</title><style>{_STYLE}</style></head>"
         f"<body><main>{body}<footer>Written {_clock(datetime.now(UTC))} UTC by {GENERATOR}. Loss is "
-        "in nats per weighted target. MFU counts no recomputation.</footer></main>"
+        "in nats per weighted target. MFU counts no recomputation, and of experts those that a token uses."
+        "</footer></main>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
     return page.encode(errors="replace").decode()  # JSON and names of files may hold what is no character
@@ -116,13 +118,30 @@ def _charts(runs: Sequence[RunSummary]) -> str:
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
     extra = {field for run in runs for row in run.rows.train for field in row if "/" in field}
+    extra = {field for field in extra if not experts.is_of_experts(field)}
+    several = {name for name in (field.removesuffix("/mean") for field in extra) if _spread(name) <= extra}
+    extra -= {field for name in several for field in _spread(name)}
     counted = "Samples" if all(run.unit == "samples" for run in runs) else "Tokens"
     known_rows = [(row[0], row[1].replace("Tokens", counted), *row[2:]) for row in _FIELDS]
     rows = [*known_rows, *((field, field, "", 1.0, "") for field in sorted(extra))]
     cards = _loss_card(runs) + "".join(_field_card(runs, *row) for row in rows)
+    cards += "".join(
+        _band_card(runs, name, name, "mean, least and most", 1.0, "") for name in sorted(several)
+    )
     note = '<p class="soft">MFU: unknown, the peak of this device is not in the chip table.</p>'
     known = any(run.column("mfu_causal") for run in runs)
     return f'<section class="charts" aria-label="Curves">{cards}</section>{"" if known else note}'
+
+
+def _experts(runs: Sequence[RunSummary]) -> str:
+    """Returns how even the load of experts is: curves of the layers, and maps of each run."""
+    cards = "".join(_band_card(runs, *row) for row in experts.FIELDS)
+    charts = f'<section class="charts" aria-label="Experts">{cards}</section>' if cards else ""
+    return _titled("Experts", charts) + _each(runs, "Load of experts", experts.heat_maps)
+
+
+def _spread(name: str) -> set[str]:
+    return {f"{name}/{figure}" for figure in ("mean", "min", "max")}
 
 
 def _loss_card(runs: Sequence[RunSummary]) -> str:
@@ -190,6 +209,34 @@ def _field_card(
         f'<div class="card"><div class="top"><h3>{escape(title)}</h3><span class="soft">{remark}</span>'
         f'<span class="soft push">last {last}</span></div>'
         f"{chart(f'{title} by step', curves, unit=unit, from_zero='/' not in field)}</div>"
+    )
+
+
+def _band_card(
+    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str
+) -> str:
+    """Returns the chart of a field with /mean, /min and /max: of layers, say."""
+    curves, bands, last = [], [], ""
+    for run, style, key in zip(runs, _styles(runs), _keys(runs), strict=True):
+        prefix = f"{run.name} " if len(runs) > 1 else ""
+        columns = {figure: run.column(f"{field}/{figure}") for figure in ("mean", "min", "max")}
+        if not all(columns.values()):
+            continue
+        of_run = {
+            figure: Curve(f"{prefix}{figure}", style, [x for x, _ in pairs], [factor * y for _, y in pairs])
+            for figure, pairs in columns.items()
+        }
+        edges = replace(of_run["min"], style="raw"), replace(of_run["max"], style="raw")
+        curves += [of_run["mean"], *edges]
+        bands.append(edges)
+        ends = [_brief(of_run[figure].y[-1]) for figure in ("mean", "min", "max")]
+        last += f'<span class="last">{key}{ends[0]} ({ends[1]} to {ends[2]})</span> '
+    if not curves:
+        return ""
+    return (
+        f'<div class="card"><div class="top"><h3>{escape(title)}</h3><span class="soft">{remark}</span>'
+        f'<span class="soft push">last {last}</span></div>'
+        f"{chart(f'{title} by step', curves, unit=unit, bands=bands)}</div>"
     )
 
 

@@ -75,3 +75,41 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     if (event.key === "Escape") hide();
   });
 }
+for (const svg of document.querySelectorAll("svg.heat")) {
+  const [left, top, wide, high] = JSON.parse(svg.dataset.box);
+  const [rows, columns] = JSON.parse(svg.dataset.names);
+  const values = JSON.parse(svg.dataset.values), places = JSON.parse(svg.dataset.places);
+  const card = svg.closest(".card"), cross = svg.querySelector(".cross");
+  const tip = document.createElement("div");
+  tip.className = "tip"; tip.hidden = true; tip.setAttribute("role", "status");
+  card.append(tip);
+  let row = 0, column = 0;
+  const inside = (index, count) => Math.min(count - 1, Math.max(0, index));
+  const show = (y, x) => {
+    row = inside(y, values.length); column = inside(x, places.length);
+    tip.textContent = `${rows} ${row}, ${columns} ${places[column].toLocaleString("en")}: ` +
+      `${values[row][column]} × the mean`;
+    cross.setAttribute("x", left + column * wide); cross.setAttribute("y", top + row * high);
+    cross.style.opacity = 1; tip.hidden = false;
+    const box = svg.getBoundingClientRect(), outer = card.getBoundingClientRect();
+    const scale = box.width / svg.viewBox.baseVal.width;
+    const place_x = box.left - outer.left + (left + (column + 1) * wide) * scale;
+    const flip = place_x + tip.offsetWidth + 16 > outer.width;
+    tip.style.left = `${flip ? place_x - wide * scale - tip.offsetWidth - 8 : place_x + 8}px`;
+    tip.style.top = `${box.top - outer.top + (top + row * high) * scale}px`;
+  };
+  const hide = () => { tip.hidden = true; cross.style.opacity = 0; };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
+    const x = Math.floor(((event.clientX - box.left) * scale - left) / wide);
+    const y = Math.floor(((event.clientY - box.top) * scale - top) / high);
+    if (x in places && y in values) show(y, x); else hide();
+  });
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", event => {
+    const [y, x] = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key] || [];
+    if (x !== undefined) { event.preventDefault(); show(row + y, column + x); }
+    if (event.key === "Escape") hide();
+  });
+}

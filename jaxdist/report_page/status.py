@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page.summary import number, unit_of
+from jaxdist.report_page import experts
+from jaxdist.report_page.summary import number, sizes, unit_of
 from jaxdist.storage import lock, untrusted
 from jaxdist.telemetry import ledger, metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
@@ -35,11 +36,16 @@ class RunStatus:
 
     folder: Path
     config: Mapping[str, Any]  # flat
-    unit: str  # what the run counts: "tokens" or "samples"
+    info: Mapping[str, Any]  # run.json
     rows: metrics.MetricRows  # the last ones
     events: list[metrics.Row]
     lives: list[ledger.Life]
     now: float  # seconds since 1970
+
+    @property
+    def unit(self) -> str:
+        """What the run counts: "tokens" or "samples"."""
+        return unit_of(self.info)
 
     @property
     def running(self) -> bool:
@@ -72,6 +78,8 @@ class RunStatus:
             **{name: row.get(name) for name in ("loss", "tokens_per_s", "mfu", "tokens_seen", "step_time_s")},
             "unit": self.unit,  # of tokens_per_s and tokens_seen
             "eval_loss": evaluated.get("eval_loss"),
+            "experts": experts.figures(row),
+            **sizes(self.info),
             "started": next((event["time"] for event in self.events if event["event"] == "start"), None),
             "starts": sum(event["event"] == "start" for event in self.events),
             "goodput": spent.goodput,
@@ -134,10 +142,10 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     if not is_run(folder):
         known = ", ".join((*RUN_FILES, ledger.LEDGER_FILE))
         raise ConfigError(f"{folder}: holds no run (none of {known}); give the --workdir of train")
-    config, unit = schema.flatten(_fields(folder / "config.json")), unit_of(_fields(folder / _RUN))
+    config, info = schema.flatten(_fields(folder / "config.json")), _fields(folder / _RUN)
     rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
     now = time.time() if now is None else now
-    return RunStatus(folder, config, unit, rows, events, ledger.read_lives(folder), now)
+    return RunStatus(folder, config, info, rows, events, ledger.read_lives(folder), now)
 
 
 def _fields(file: Path) -> Mapping[str, Any]:
@@ -180,6 +188,9 @@ def as_text(document: Mapping[str, Any]) -> str:
     names = {"tokens_per_s": f"{document['unit']}_per_s"}
     shown = [f"{names.get(name, name)} {show(value)}" for name, value, show in known if value is not None]
     lines += [f"now       {', '.join(shown)}"] * bool(shown)
+    if document["experts"]:
+        lines.append(f"experts   {experts.as_line(document['experts'])}")
+    lines += [f"model     {text}" for text in experts.size_text(document)]
     lines += _ledger_lines(document)
     return "\n".join(lines)
 

@@ -32,6 +32,7 @@ class RunSummary:
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
     plan: str  # plan.txt
+    arrays: Sequence[metrics.Row]  # arrays.jsonl
     unreadable: Sequence[str]  # what of its files could not be read, a line each
 
     @property
@@ -49,6 +50,17 @@ class RunSummary:
 def unit_of(info: Mapping[str, Any]) -> str:
     """Returns what a run with this run.json counts: "tokens", or "samples" of a model without tokens."""
     return "samples" if info.get("unit") == "samples" else "tokens"
+
+
+_SIZES = ("parameters", "active_parameters", "flops_per_token")
+
+
+def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns parameters, active_parameters (for a token) and flops_per_token (of MFU) from run.json."""
+    flops = info.get("flops_per_token")
+    causal = flops.get("causal") if isinstance(flops, dict) else None
+    values = (info.get("parameters"), info.get("active_parameters"), causal)
+    return {name: number(value) for name, value in zip(_SIZES, values, strict=True)}
 
 
 def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
@@ -70,6 +82,8 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     rows, (events, unreadable) = metrics.read_rows(folder), metrics.scan_events(folder)
     files.lines(metrics.METRICS_FILE, rows.unreadable)
     files.lines(metrics.EVENTS_FILE, unreadable)
+    arrays, unreadable = metrics.read_arrays(folder)
+    files.lines(metrics.ARRAYS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
         folder=folder,
@@ -80,6 +94,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         sample=files.text("sample.txt"),
         ops=files.rows("profile/top_ops.json", _OP),
         plan=files.text("plan.txt"),
+        arrays=arrays,
         unreadable=files.faults,
     )
 
@@ -170,7 +185,9 @@ def figures(run: RunSummary) -> dict[str, str]:
     """Returns the key figures of a run by name, in reading order; unknown ones are left out."""
     times = [time for event in run.events if (time := number(event.get("time"))) is not None]
     evaluated = [loss for _, loss in run.column("eval_loss") if math.isfinite(loss)]
-    parameters = number(run.info.get("parameters"))
+    size = sizes(run.info)
+    parameters, active, flops = (size[name] for name in _SIZES)
+    sparse = active is not None and parameters is not None and active < parameters
     last, median = operator.itemgetter(-1), statistics.median
 
     unit = run.unit
@@ -185,6 +202,8 @@ def figures(run: RunSummary) -> dict[str, str]:
         "steps": text(last, "step", "{:,.0f}".format),
         f"{unit} seen": text(last, "tokens_seen", count_text),
         "parameters": "" if parameters is None else count_text(parameters),
+        "active for a token": count_text(active) if sparse and active is not None else "",
+        "FLOPs of a token, in MFU": count_text(flops) if sparse and flops is not None else "",
         f"{unit}/s, median": text(median, "tokens_per_s", count_text),
         "step time, median": text(median, "step_time_s", time_text),
         "MFU causal, median": text(median, "mfu_causal", percent_text),

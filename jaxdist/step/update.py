@@ -19,6 +19,8 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.gradients import Sums
 from jaxdist.step.state import Metrics, OptState, State
 
+_MOST_NUMBERS = 1 << 16  # of stats that metrics have whole, too: 256 layers with 256 experts
+
 StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
@@ -112,10 +114,11 @@ def _stored_rate(moments: Tree) -> jax.Array | None:
 
 
 def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the step's stats as scalars: a sum as it is, of several (of each layer, say) three figures."""
+    """Returns the step's stats: a sum as it is, of several (of each layer, say) also three figures."""
     metrics: dict[str, jax.Array] = {}
     for name, x in stats.items():
         figures = {"": x} if x.ndim == 0 else {"/mean": x.mean(), "/min": x.min(), "/max": x.max()}
+        figures |= {"": x} if x.size <= _MOST_NUMBERS else {}
         metrics |= {f"stats/{name}{end}": value for end, value in figures.items()}
     return metrics
 

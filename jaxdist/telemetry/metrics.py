@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl of a workdir: append-only writers, tolerant readers, throughput.
+"""metrics.jsonl, events.jsonl, arrays.jsonl of a workdir: append-only writers, tolerant readers, throughput.
 
 One JSON object per line. Floats keep full precision (repr), so that equality of two runs can be
 tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "Infinity" and
@@ -29,6 +29,7 @@ from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+ARRAYS_FILE = "arrays.jsonl"  # of some steps of a run, what rows have only the mean, least and largest of
 
 _MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
 _LAST_BYTES = 1 << 18  # of a file that is read from its end: some hundred rows
@@ -64,6 +65,7 @@ class MetricsWriter:
         self._lock = threading.RLock()  # of the files
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
+        self._refused = False  # arrays.jsonl cannot be opened
         if enabled:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._files = {n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)}
@@ -83,6 +85,22 @@ class MetricsWriter:
             values = {name: x.tolist() if hasattr(x, "tolist") else x for name, x in values.items()}
         for view in self._views:
             view.write(step, values)
+
+    def write_arrays(self, step: int, arrays: Mapping[str, Any]) -> None:
+        """Appends {"step", "time", **arrays} to arrays.jsonl, numpy arrays as nested lists of six digits.
+
+        The file is opened by the first call: most models have none. Views are told nothing.
+        """
+        if not self._files or not arrays or self._refused:
+            return
+        if ARRAYS_FILE not in self._files:
+            try:
+                self._files[ARRAYS_FILE] = _open_append(self._folder / ARRAYS_FILE)
+            except ConfigError as error:  # the run is under way, and needs it not
+                self._refused = True
+                return print(error, file=sys.stderr)
+        lists = {name: _rounded(x.tolist()) for name, x in arrays.items()}
+        self._append(ARRAYS_FILE, {"step": step, "time": self._clock(), **lists})
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends {"time", "event", "step", **fields} to events.jsonl."""
@@ -162,6 +180,20 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
     rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics, last=_LAST_BYTES)
     train, evaluation = _last_of_steps(rows)
     return MetricRows(list(train.values()), list(evaluation.values()))
+
+
+def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
+    """Returns the rows of an arrays.jsonl (or of the one in a workdir) by step, and how many cannot be read.
+
+    A run that goes back writes its steps again: of the rows before, those from that step on are dropped.
+    """
+    rows, unreadable = _read_lines(Path(path), ARRAYS_FILE, _is_metrics)
+    kept: list[Row] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept, unreadable
 
 
 def scan_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -255,6 +287,15 @@ def _to_json(value: object) -> object:
         return [_to_json(item) for item in value]
     # numpy and jax arrays and scalars, without importing either
     return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _rounded(values: Any) -> Any:
+    """Returns nested lists with six digits of each number, whole ones as integers."""
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    if not isinstance(values, float) or not math.isfinite(values):
+        return values
+    return int(values) if values.is_integer() and abs(values) < 2**53 else float(f"{values:.6g}")
 
 
 def _open_append(path: Path) -> int:

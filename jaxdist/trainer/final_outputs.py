@@ -7,7 +7,7 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
 from jaxdist.inference.decoding import SamplingConfig, TokenGenerator
-from jaxdist.report_page import html, summary
+from jaxdist.report_page import experts, html, summary
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import workdir
@@ -47,7 +47,10 @@ def write_final_outputs(
         try:
             if text:
                 workdir.write_text(folder / workdir.SAMPLE, text)
-            page = html.render([summary.read_run(folder)])
+            run = summary.read_run(folder)
+            for line in experts.closing_lines(run):
+                display.note(line)
+            page = html.render([run])
             workdir.write_text(folder / workdir.REPORT, page)
             display.note(f"report: {folder / workdir.REPORT}")
         except Exception as error:  # the run is done and saved: no report is no failure

@@ -17,6 +17,8 @@ from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.trainer.restore import Progress
 from jaxdist.trainer.run_config import RunConfig
 
+_ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
+
 
 @dataclass
 class MetricsWindow:
@@ -101,7 +103,8 @@ class StepLog:
         self._count_tokens()
         seen, waited_s = self.progress.tokens_seen, self._monitor.waited_s
         seconds, steps = now - window.began - window.paused_s, number - window.step
-        values = {name: x.item() for name, x in jax.device_get(metrics).items()}
+        scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
+        values = {name: x.item() for name, x in jax.device_get(scalars).items()}
         del values["tokens"], values["skipped"]
         row = values | {"tokens_seen": seen}
         row |= self.throughput.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
@@ -113,6 +116,14 @@ class StepLog:
         self._window = MetricsWindow(now, number, seen, self._loader.data_wait_s, waited_s)
         self.writer.write(number, row)
         self.display.row(number, row)
+        if self._keeps_arrays(number):
+            self.writer.write_arrays(number, jax.device_get({n: x for n, x in metrics.items() if x.ndim}))
+
+    def _keeps_arrays(self, number: int) -> bool:
+        """Returns whether the row of a step has its arrays written too: the first, the last, some between."""
+        steps, log_every = self.config.train.steps, self.config.train.log_every
+        every = -(-steps // _ARRAY_ROWS)
+        return number in (1, steps) or number // every > (number - log_every) // every
 
     def _count_tokens(self) -> None:
         self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self._tokens))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import DataConfig, open_dataset
-from jaxdist.models import registry
+from jaxdist.models import experts, registry
 from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED, SEQUENCE_AXES
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.param_names import FSDP_NAME
@@ -31,6 +31,8 @@ ONE_DEVICE: dict[str, Any] = (
 
 
 Overrides = dict[str, Any]  # what a layout changes of a one-device run, by config path
+# How tokens choose experts: by their routers; as drawn from the seed; drawn from the first quarter alone.
+Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
 
 
 # --- a small run of the same kind -----------------------------------------------------------------
@@ -226,6 +228,39 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
         batch["weights"] = np.where(place < end, weights, 0)
         batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
     return batch
+
+
+def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing, ...]:
+    """Returns the ways in which a layout's tokens choose experts, a row of the table for each.
+
+    In bfloat16 near-ties fall as rounding does, and one token's expert is much of an expert's gradient: there
+    the choice is given, and compared in float32 alone. An uneven load is for layouts that share out experts.
+    """
+    if not run.model.get("num_experts"):
+        return ("",)
+    own: Routing = "chosen" if precision == "float32" else "given"
+    return (own, "skewed") if layout.get("mesh.expert", 1) > 1 else (own,)
+
+
+def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarray]]:
+    """Returns the batch of each routing.
+
+    Args:
+      num_layers: of the deepest layout.
+    """
+    batch, E = synthetic_batch(run), run.model.get("num_experts")
+    if not E:
+        return {"": batch}
+    rng, k = np.random.default_rng(run.seed + 2), run.model["experts_per_token"]
+    dims = (run.batch.global_size, run.batch.sequence_length, num_layers, E)
+    order = rng.permuted(np.broadcast_to(np.arange(E, dtype=np.int32), dims), axis=-1)
+    quarter = order[order < max(E // 4, k)].reshape(*dims[:3], -1)
+    ids: dict[Routing, np.ndarray] = {
+        "chosen": np.full((*dims[:3], k), -1, np.int32),
+        "given": order[..., :k],
+        "skewed": quarter[..., :k],
+    }
+    return {routing: batch | {experts.GIVEN_IDS: given} for routing, given in ids.items()}
 
 
 def moved_parameters(parameters: Any, seed: int) -> Any:

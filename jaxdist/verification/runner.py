@@ -3,14 +3,16 @@
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxdist.config import ConfigError, trees
+from jaxdist.models import experts
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import FloatName, PrecisionConfig
 from jaxdist.step.state import State
@@ -21,6 +23,7 @@ from jaxdist.verification import cases, comparison
 from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
+_Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
 PRECISIONS: tuple[FloatName, ...] = ("float32", "bfloat16")
 # XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it fuses, so on the
 # layout: alone this makes gradients differ by 2e-2. Here all stay where the program has them.
@@ -91,8 +94,15 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
     loss = float(metrics["loss"])
     summed = built.views.flat(after._replace(trainable=gradients)).trainable
     after = built.views.flat(after)
+    load = metrics.get(f"stats/{experts.LOAD_METRIC}")
     return Observed(
-        loss, _host(summed), _host(start), _host(after.trainable), initial, _host(after.model_state)
+        loss,
+        _host(summed),
+        _host(start),
+        _host(after.trainable),
+        initial,
+        _host(after.model_state),
+        None if load is None else np.asarray(load),
     )
 
 
@@ -128,7 +138,8 @@ def verify_layouts(
     for line in shrunk:
         log(f"shrunk {line}")
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
-    batch = cases.synthetic_batch(small)
+    batches = cases.batches(small, _depth(small, wanted))
+    shapes = next(iter(batches.values()))
     # Which leaves to leave out is judged in float32, so that reference is always there.
     both = tuple(dict.fromkeys(("float32", *precisions)))
     results, skipped = [], {}
@@ -138,25 +149,25 @@ def verify_layouts(
             overrides: cases.Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
         ) -> Future[dict[str, Program]]:
             layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
-            return pool.submit(compile_layout, layout, precisions, devices, batch)
+            return pool.submit(compile_layout, layout, precisions, devices, shapes)
 
         references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
         compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
-        expected = {v: _observe_all(p.result(), batch, small.seed) for v, p in references.items()}
+        one = _OneDevice(small, batches, {v: future.result() for v, future in references.items()})
         log(comparison.HEADER)
-        for name, programs in compiling.items():
+        for name, future in compiling.items():
             try:
-                observed = _observe_all(programs.result(), batch, small.seed)
+                programs = future.result()
             except ConfigError as error:
                 skipped[name] = str(error)
                 log(f"{name:<{comparison.WIDTH}} cannot be: {error}")
                 continue
-            for result in _compare_all(name, observed, expected[_variant(wanted[name])]):
+            for result in _compare_all(name, wanted[name], programs, one):
                 results.append(result)
                 log(comparison.row(result))
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
-    first = next(iter(expected.values()))
+    first = one.observed(_variant(next(iter(wanted.values()))), next(iter(batches)))
     not_compared = tuple(sorted(comparison.rounding_alone(first["float32"].gradients)))
     return Report(_reference(small, devices, first), tuple(results), skipped, shrunk, not_compared)
 
@@ -172,15 +183,40 @@ def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, ca
     return wanted
 
 
-def _observe_all(
-    programs: Mapping[str, Program], batch: Mapping[str, np.ndarray], seed: int
-) -> dict[str, Observed]:
-    return {precision: observe(program, batch, seed) for precision, program in programs.items()}
+def _depth(run: RunConfig, layouts: Mapping[str, cases.Overrides]) -> int:
+    """Returns the layers of the deepest layout."""
+    own = run.model.get("num_layers", 0)
+    return max(own, *(layout.get("model.num_layers", 0) for layout in layouts.values()))
 
 
-def _compare_all(name: str, seen: Mapping[str, Observed], expected: Mapping[str, Observed]) -> list[Result]:
-    excluded = comparison.rounding_alone(expected["float32"].gradients)
-    return [comparison.compare(name, p, observed, expected, excluded) for p, observed in seen.items()]
+@dataclass
+class _OneDevice:
+    """What one device shows, by variant of the model and by routing; each step is run once."""
+
+    run: RunConfig
+    batches: Mapping[cases.Routing, Mapping[str, np.ndarray]]
+    programs: Mapping[_Variant, Mapping[str, Program]]
+    _seen: dict[tuple[_Variant, cases.Routing], dict[str, Observed]] = field(default_factory=dict)
+
+    def observed(self, variant: _Variant, routing: cases.Routing) -> dict[str, Observed]:
+        """Returns what a step shows, by precision."""
+        if (variant, routing) not in self._seen:
+            batch, programs = self.batches[routing], self.programs[variant]
+            seen = {name: observe(program, batch, self.run.seed) for name, program in programs.items()}
+            self._seen[variant, routing] = seen
+        return self._seen[variant, routing]
+
+
+def _compare_all(
+    name: str, layout: cases.Overrides, programs: Mapping[str, Program], one: _OneDevice
+) -> Iterator[Result]:
+    """Yields how a layout compares in each precision and routing."""
+    for precision, program in programs.items():
+        for routing in cases.routings(one.run, precision, layout):
+            expected = one.observed(_variant(layout), routing)
+            excluded = comparison.rounding_alone(expected["float32"].gradients)
+            seen = observe(program, one.batches[routing], one.run.seed)
+            yield comparison.compare(name, precision, seen, expected, excluded, routing=routing)
 
 
 def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
@@ -196,6 +232,6 @@ def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str,
     }
 
 
-def _variant(overrides: cases.Overrides) -> tuple[tuple[str, Any], ...]:
+def _variant(overrides: cases.Overrides) -> _Variant:
     """Returns what a layout changes of the model: it needs a reference of its own."""
     return tuple((path, value) for path, value in overrides.items() if path.startswith("model."))

@@ -206,10 +206,13 @@ def test_a_capacity_drops_in_training_alone():
     assert abs(evaluated.sum - whole.sum) < 1e-3
     figures = experts.metrics(trained.stats)
     load, drops = trained.stats[experts.LOAD], trained.stats[experts.DROPS]
-    assert figures["dropped"] == pytest.approx(drops.sum() / load.sum()) and 0.2 < figures["dropped"] < 0.8
+    np.testing.assert_allclose(figures["dropped"], drops / load.sum(-1), rtol=1e-6)
+    assert 0.2 < figures["dropped"].min() and figures["dropped"].max() < 0.8
     np.testing.assert_allclose(figures["load_max_over_mean"], load.max(-1) / load.mean(-1), rtol=1e-6)
     dead = experts.metrics(trained.stats | {experts.LOAD: load.at[0, 3].set(0)})
-    assert figures["dead_experts"] == 0 and dead["dead_experts"] == 1
+    assert not figures["dead_experts"].any() and dead["dead_experts"].tolist() == [1, 0]
+    tall = experts.metrics(trained.stats | {experts.LOAD: load.at[1, 3].set(1000)})
+    assert tall["fullest_layer"] == 1 and tall["expert_load"].shape == load.shape
     even = experts.metrics(trained.stats | {experts.LOAD: jnp.ones_like(load)})
     np.testing.assert_allclose(even["load_entropy"], 1, rtol=1e-6)
 
@@ -254,7 +257,9 @@ def check_layout(layout: str, name: str, packed: bool) -> None:
     assert abs(metrics["loss"] - expected["loss"]) < 1e-6 * expected["loss"]
     assert worst(gradients, of_one) < 2e-6
     assert all(
-        abs(metrics[n] - x) <= 1e-6 * abs(x) + 1e-7 for n, x in expected.items() if n[:4] in ("aux/", "stat")
+        np.all(np.abs(metrics[n] - x) <= 1e-6 * np.abs(x) + 1e-7)
+        for n, x in expected.items()
+        if n[:4] in ("aux/", "stat")
     )
     assert jax.tree.structure(state.model_state) == jax.tree.structure(after.model_state)
     for own, one, before in zip(
@@ -289,7 +294,7 @@ def test_sums_are_counted_once_whatever_is_computed_again(remat):
     _, metrics, gradients = jax.device_get(built.inspect(state, batch))
     _, expected, of_dots = jax.device_get(build(case).inspect(state, batch))
     assert worst(metrics, expected) < 1e-6 and worst(gradients, of_dots) < 2e-6
-    assert metrics["stats/exchange_rounds"] == 1
+    assert metrics["stats/exchange_rounds/max"] == 1
 
 
 # --- the axis expert ------------------------------------------------------------------------------

@@ -136,6 +136,31 @@ def test_rows_of_another_shape_are_left_out_and_counted(tmp_path):
     assert metrics.read_events(tmp_path) == [event]
 
 
+def test_arrays_are_kept_whole_until_a_run_goes_back(tmp_path):
+    load = np.float32([[3, 0], [1.5, 1 / 3]])
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
+        writer.write_arrays(1, {})
+        assert not (tmp_path / "arrays.jsonl").exists()
+        for step in (1, 20, 40, 60, 30):
+            writer.write_arrays(step, {"stats/load": load + step})
+    with (tmp_path / "arrays.jsonl").open("a") as file:
+        file.write("torn")
+    rows, unreadable = metrics.read_arrays(tmp_path)
+    assert [row["step"] for row in rows] == [1, 20, 30] and unreadable == 1
+    assert rows[0] == {"step": 1, "time": 12.5, "stats/load": [[4, 1], [2.5, 1.33333]]}
+    assert '"stats/load": [[4, 1],' in (tmp_path / "arrays.jsonl").read_text()
+
+
+def test_arrays_that_cannot_be_written_do_not_stop_a_run(tmp_path, capsys):
+    (tmp_path / "arrays.jsonl").symlink_to(tmp_path / "elsewhere")
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        for step in (1, 2):
+            writer.write_arrays(step, {"x": np.ones(2)})
+        writer.write(2, {"loss": 1.0})
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    assert len(metrics.read_rows(tmp_path).train) == 1 and not (tmp_path / "elsewhere").exists()
+
+
 def test_what_is_no_file_has_no_rows(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     os.mkfifo(tmp_path / "events.jsonl")

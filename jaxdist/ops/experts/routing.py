@@ -29,6 +29,7 @@ def route(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    given: jax.Array | None = None,
 ) -> Routing:
     """Returns the k experts with the highest scores of each token, and their weights.
 
@@ -43,6 +44,7 @@ def route(
       scale: what weights are multiplied with in the end.
       groups, top_groups: of `groups` equal groups of experts only the `top_groups` are open to a token
         whose two highest scores (with the bias) add up to the most; 0: all are.
+      given: [..., k] int32, experts that tokens go to whatever their scores; below 0: the highest.
 
     Raises:
       ValueError: numbers that do not fit, or an unknown kind of scores.
@@ -58,6 +60,7 @@ def route(
     if groups and top_groups < groups:
         choice = _in_top_groups(choice, groups, top_groups)
     ids = _top_k(choice, k)
+    ids = ids if given is None else jnp.where(given < 0, ids, given)
     # Not by index: the partitioner would gather the scores of all tokens on every device.
     chosen = ids[..., None] == jax.lax.broadcasted_iota(jnp.int32, (*ids.shape, E), ids.ndim)
     weights = jnp.where(chosen, all_scores[..., None, :], 0).sum(-1)
