@@ -139,7 +139,6 @@ def verify_layouts(
         log(f"shrunk {line}")
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
     batches = cases.batches(small, _depth(small, wanted))
-    shapes = next(iter(batches.values()))
     # Which leaves to leave out is judged in float32, so that reference is always there.
     both = tuple(dict.fromkeys(("float32", *precisions)))
     results, skipped = [], {}
@@ -149,7 +148,7 @@ def verify_layouts(
             overrides: cases.Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
         ) -> Future[dict[str, Program]]:
             layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
-            return pool.submit(compile_layout, layout, precisions, devices, shapes)
+            return pool.submit(compile_layout, layout, precisions, devices, next(iter(batches.values())))
 
         references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
         compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
