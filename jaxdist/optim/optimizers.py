@@ -14,10 +14,12 @@ A stack is always treated as that many separate parameters.
 import functools
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
@@ -82,13 +84,59 @@ def _adafactor(_: OptimizerConfig, param_roles: optax.Params) -> optax.GradientT
     """`optax.adafactor` without momentum, with the RMS of each layer instead of each stack.
 
     It differs in weight decay too: optax subtracts it unscaled by the learning rate. Dims of at
-    least 128 are factored, the two largest of a leaf; a stack of fewer layers is never one.
+    least 128 are factored, the two largest of a layer's or an expert's own parameter.
     """
     return optax.chain(
-        optax.scale_by_factored_rms(),
+        _factored(param_roles),
         _per_layer(optax.clip_by_block_rms(1.0), param_roles),
         _per_layer(optax.scale_by_param_block_rms(), param_roles),
     )
+
+
+def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_factored_rms` that takes no stack (of layers, of experts) for a matrix's dim.
+
+    optax takes the two largest dims of a leaf, whatever they are. Only leaves where one of them is a
+    stack's are seen part by part, so that all others keep the state that they have.
+    """
+    transform, axes = optax.scale_by_factored_rms(), optax.FactoredState(None, 0, 0, 0)
+    flat_roles: list[Role] = jax.tree.leaves(param_roles)
+    tree: Any = jax.tree.structure(param_roles)
+
+    def stacks(role: Role, leaf: jax.Array) -> int:
+        """Returns how many leading dims to map over."""
+        leading, largest = leaf.ndim - role.dims, np.argsort(leaf.shape)[-2:]
+        mistaken = len(largest) == 2 and leaf.shape[largest[0]] >= 128 and min(largest) < leading
+        return leading if mistaken else 0
+
+    def init_leaf(role: Role, param: jax.Array) -> optax.FactoredState:
+        function = transform.init
+        for _ in range(stacks(role, param)):
+            function = jax.vmap(function, out_axes=axes)
+        return function(param)
+
+    def update_leaf(count, role: Role, *values) -> tuple[jax.Array, optax.FactoredState]:
+        def function(grad, row, column, whole, param):
+            return transform.update(grad, optax.FactoredState(count, row, column, whole), param)
+
+        for _ in range(stacks(role, values[0])):
+            function = jax.vmap(function, out_axes=(0, axes))
+        return function(*values)
+
+    def joined(states: Sequence[optax.FactoredState]) -> optax.FactoredState:
+        parts = (tree.unflatten(part) for part in list(zip(*states, strict=True))[1:])
+        return optax.FactoredState(states[0].count, *parts)
+
+    def init(params):
+        return joined(list(map(init_leaf, flat_roles, tree.flatten_up_to(params))))
+
+    def update(updates, state, params):
+        leaf = functools.partial(update_leaf, state.count)
+        columns = map(tree.flatten_up_to, (updates, state.v_row, state.v_col, state.v, params))
+        scaled, states = zip(*map(leaf, flat_roles, *columns), strict=True)
+        return tree.unflatten(scaled), joined(states)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _muon(config: OptimizerConfig, param_roles: optax.Params) -> optax.GradientTransformation:

@@ -1,9 +1,9 @@
 """Where an optimizer's state lies: each leaf as the parameter that it belongs to."""
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey
 
 
 def state_specs(
@@ -22,6 +22,7 @@ def state_specs(
     """
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params)
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    state_shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(abstract_opt_state)}
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
 
     def spec_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -35,12 +36,20 @@ def state_specs(
         field = getattr(path[start - 1], "name", "") if start else ""
         if field not in ("v_row", "v_col") or leaf.ndim != len(shape) - 1:
             return PartitionSpec()
-        # As in optax's `_factored_dims`: v_row has lost the largest dim, v_col the second largest.
-        # Only this tells them apart in square matrices.
-        dropped = int(np.argsort(shape)[-1 if field == "v_row" else -2])
-        if leaf.shape != shape[:dropped] + shape[dropped + 1 :]:
+        # v_row has lost the largest dim that is no stack's, v_col the second largest; of equal ones the last.
+        # What it lost is what makes their shapes those of the parameter; `row` tells square matrices' apart.
+        row_path = tuple(GetAttrKey("v_row") if i == start - 1 else key for i, key in enumerate(path))
+        row = _last_lost(shape, state_shapes[row_path])
+        dropped = row if field == "v_row" else _last_lost(shape, leaf.shape, but=row)
+        if dropped is None:
             return PartitionSpec()
         entries = tuple(spec) + (None,) * (len(shape) - len(spec))
         return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
+
+
+def _last_lost(shape: tuple[int, ...], left: tuple[int, ...], but: int | None = None) -> int | None:
+    """Returns the last dim of `shape`, `but` left out, without which it is `left`; None: there is none."""
+    dims = (dim for dim in reversed(range(len(shape))) if dim != but)
+    return next((dim for dim in dims if shape[:dim] + shape[dim + 1 :] == left), None)

@@ -497,6 +497,30 @@ def test_adafactor_on_stacks_equals_adafactor_on_each_layer():
         np.testing.assert_allclose(updates["blocks"]["w"][layer], expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("shape", [(128, 8, 24), (2, 130, 4, 24), (130, 128, 24), (160, 130, 128)])
+def test_adafactor_takes_no_dim_of_a_stack_for_one_of_a_matrix(shape):
+    """128 experts or more: each is a matrix by itself, factored if its own dims are large enough."""
+    names = {"w": ("experts", "d_model", "d_ff")}
+    params = {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}
+    config = OptimizerConfig(name="adafactor", weight_decay=0.0)
+    transform, single = (
+        optimizers.build_optimizer(config, constant(0.1), {"w": jnp.ones(size)}, {"w": own})
+        for size, own in ((shape, names["w"]), (shape[-2:], names["w"][1:]))
+    )
+    state = transform.init(params)
+    specs = state_specs(state, params, {"w": P(*["expert" if n == shape[-3] else None for n in shape])})
+    factored = shape[-1] == 128
+    assert specs[0][0].v_row["w"] == (P("expert", None) if factored else P())
+    assert specs[0][0].v_col["w"] == (P("expert", None) if factored else P())
+    last = (*[0] * (len(shape) - 3), shape[-3] - 1)
+    own_state = single.init({"w": params["w"][last]})
+    for seed in (12, 13):
+        grads = random_like(params, seed)
+        updates, state = transform.update(grads, state, params)
+        expected, own_state = single.update({"w": grads["w"][last]}, own_state, {"w": params["w"][last]})
+        np.testing.assert_allclose(updates["w"][last], expected["w"], rtol=2e-5, atol=1e-8)
+
+
 def mesh_4x2():
     assert len(jax.devices()) >= 8
     return Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
@@ -543,12 +567,13 @@ def test_moments_are_sharded_like_their_parameters(name):
         ((256, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),  # only the field name tells
         ((2, 128, 256), P(None, "fsdp"), P(None, "fsdp"), P(None, None)),
         ((128, 2, 256), P("fsdp", "tensor"), P("fsdp", "tensor"), P("tensor", None)),
+        ((2, 256, 256), P(None, "fsdp", "tensor"), P(None, "fsdp"), P(None, "tensor")),
     ],
 )
 def test_factored_moments_keep_the_axes_of_the_dims_they_keep(shape, spec, row, column):
     """The expected dims are also read off the values: a moment varies along the dims it kept."""
     params = {"w": jnp.ones(shape)}
-    names = {"w": ("d_model", "d_ff")[-len(shape) :]}
+    names = {"w": ("d_model", "d_ff") if shape[0] == 2 or len(shape) == 2 else ("d_model", "heads", "d_ff")}
     config = OptimizerConfig(name="adafactor")
     transform = optimizers.build_optimizer(config, constant(0.1), params, names)
     state = jax.eval_shape(transform.init, params)
