@@ -79,22 +79,6 @@ class State(NamedTuple):
     second: dict
 
 
-def count_parameters(shape: Shape) -> int:
-    """Returns the number of weights."""
-    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(partial(init_params, shape), 0)))
-
-
-def model_flops(shape: Shape) -> float:
-    """Returns floating-point operations a step, forward and backward, attention counted causally.
-
-    Counts 6 per weight and token (without the embedding, a lookup) and 6 * S * D per layer and
-    token for attention; leaves out softmax, norms, the optimizer and all recomputation.
-    """
-    weights = count_parameters(shape) - shape.vocab_size * shape.d_model
-    attention = 6 * shape.num_layers * shape.sequence * shape.d_model
-    return (6.0 * weights + attention) * shape.batch * shape.sequence
-
-
 def init_params(shape: Shape, seed: int) -> dict:
     """Returns float32 parameters, layers stacked [L, ...]; biases and norms aside, normal(0.02)."""
     c, L = shape, shape.num_layers
@@ -254,6 +238,12 @@ def splash(q_BSHN, k_BSKN, v_BSKN, interpret: bool = False):
 
 def block(x_TD, p, tables, shape: Shape, kernel: str, mesh: Mesh | None):
     """Returns the output of one layer, [T, D]."""
+    x_TD, p, h = attention_part(x_TD, p, tables, shape, kernel, mesh)
+    return x_TD + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def attention_part(x_TD, p, tables, shape: Shape, kernel: str, mesh: Mesh | None):
+    """Returns x with attention added, a layer's gathered weights, and what its other part takes."""
 
     def heads(y):
         y = y.reshape(shape.batch, shape.sequence, -1, shape.head_dim)
@@ -266,8 +256,7 @@ def block(x_TD, p, tables, shape: Shape, kernel: str, mesh: Mesh | None):
     q, k, v = heads(h @ p["query"]), heads(h @ p["key"]), heads(h @ p["value"])
     mixed = attention(rotate(q, *tables), rotate(k, *tables), v, kernel, mesh)
     x_TD = x_TD + mixed @ p["out"]
-    h = rms_norm(x_TD, p["mlp_norm"], shape.eps)
-    return x_TD + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    return x_TD, p, rms_norm(x_TD, p["mlp_norm"], shape.eps)
 
 
 def _pinned(x, mesh: Mesh | None, spec: P):
@@ -330,28 +319,33 @@ def _remat_policy(name: str):
     def saveable(primitive, *args, **params):
         return "dot_product_attention_fwd" in primitive.name or dots(primitive, *args, **params)
 
-    names = jax.checkpoint_policies.save_only_these_names("attention")
+    names = jax.checkpoint_policies.save_only_these_names("attention", "experts")
     both = jax.checkpoint_policies.save_from_both_policies(saveable, names)
     return {"dots": both, "full": jax.checkpoint_policies.nothing_saveable}[name]
 
 
 def loss(params, batch, shape: Shape, options: Options, mesh: Mesh | None = None):
     """Returns mean nats per weighted token, a float32 scalar."""
-    c = shape
     if options.dtype != "float32":  # cast once, outside the scan; norm scales stay float32
         dtype = jnp.dtype(options.dtype)
         params = jax.tree_util.tree_map_with_path(
             lambda path, x: x if "norm" in path[-1].key else x.astype(dtype), params
         )
-    tables = rotary_tables(c)
+    tables = rotary_tables(shape)
 
-    def body(x, p):
-        return block(x, p, tables, c, options.kernel, mesh), None
+    def layer(x, p):
+        return block(x, p, tables, shape, options.kernel, mesh), None
 
+    return scanned_loss(layer, params["blocks"], params, batch, shape, options, mesh)[0]
+
+
+def scanned_loss(layer, inputs, params, batch, shape: Shape, options: Options, mesh: Mesh | None):
+    """Returns the loss after `x, y = layer(x, inputs of a layer)` of all layers, and the stacked y."""
+    c = shape
     if options.remat != "none":
-        body = jax.checkpoint(body, policy=_remat_policy(options.remat), prevent_cse=False)
+        layer = jax.checkpoint(layer, policy=_remat_policy(options.remat), prevent_cse=False)
     x_TD = _pinned(params["embedding"], mesh, P())[batch["tokens"].reshape(-1)]
-    x_TD, _ = lax.scan(body, _pinned(x_TD, mesh, P(BATCH)), params["blocks"])
+    x_TD, ys = lax.scan(layer, _pinned(x_TD, mesh, P(BATCH)), inputs)
     x_BSD = rms_norm(x_TD, params["norm"], c.eps).reshape(c.batch, c.sequence, c.d_model)
     shards = 1 if mesh is None else mesh.size // mesh.shape["tensor"]
     wanted = c.batch * c.sequence // (shards * options.loss_chunk) if options.loss_chunk else 1
@@ -359,7 +353,7 @@ def loss(params, batch, shape: Shape, options: Options, mesh: Mesh | None = None
     head = params["head"]
     head = _pinned(head, mesh, weight_spec("head", head.shape, mesh, gathered=True))
     total = cross_entropy(x_BSD, head, batch["targets"], batch["weights"], parts)
-    return total / batch["weights"].sum()
+    return total / batch["weights"].sum(), ys
 
 
 # --------------------------------------------------------------------------------------- the step
@@ -379,14 +373,19 @@ def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Opt
     value, grads = jax.value_and_grad(loss)(state.params, batch, shape, options, mesh)
     specs = weight_specs(grads, mesh)
     grads = jax.tree.map(lambda g, spec: _pinned(g, mesh, spec), grads, specs)
+    new, norm = updated(state, grads, learning_rate, options)
+    return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
+
+
+def updated(state, grads, learning_rate, options: Options):
+    """Returns the new parameters and moments, and the norm of the gradients."""
     norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
     if options.clip_norm:
         scale = options.clip_norm / jnp.maximum(norm, options.clip_norm)
         grads = jax.tree.map(lambda g: g * scale, grads)
     update = partial(adamw, step=state.step, learning_rate=learning_rate)
     leaves = jax.tree_util.tree_map_with_path(update, state.params, grads, state.first, state.second)
-    new = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), leaves)
-    return State(state.step + 1, *new), {"loss": value, "grad_norm": norm}
+    return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), leaves), norm
 
 
 def weight_spec(name: str, dims: tuple[int, ...], mesh: Mesh | None, *, stacked=False, gathered=False) -> P:
@@ -431,13 +430,8 @@ def build_step(shape: Shape, options: Options, mesh: Mesh | None = None):
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(shape, mesh), whole))
 
 
-def make_batch(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
-    """Returns random tokens, their next tokens as targets and weights of 1, each [B, S]."""
-    return random_batch(shape.batch, shape.sequence, shape.vocab_size, seed)
-
-
 def random_batch(size: int, sequence: int, vocab_size: int, seed: int = 0) -> dict[str, jax.Array]:
-    """Returns `make_batch` of these sizes."""
+    """Returns random tokens, their next tokens as targets and weights of 1, each [B, S]."""
     tokens = jax.random.randint(jax.random.key(seed), (size, sequence + 1), 0, vocab_size, jnp.int32)
     weights = jnp.ones((size, sequence), jnp.float32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import handwritten
+import handwritten_experts
 import jax
 import numpy as np
-from handwritten import SHAPES, Options, Shape
+from handwritten import Options, Shape
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,7 +36,9 @@ from jaxdist.trainer import build, validation
 from jaxdist.trainer import run_config as recipe
 
 LEARNING_RATE = 1e-3
+SHAPES = handwritten.SHAPES | handwritten_experts.SHAPES
 _SIZES = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
+_EXPERTS = ("num_experts", "experts_per_token", "balance_rate")
 # Of the optimizer: they change no time, and equal ones let the losses be compared.
 _OPTIMIZER = {
     "optimizer.learning_rate": LEARNING_RATE,
@@ -158,6 +161,9 @@ def _config_of(shape: Shape, options: Options) -> Any:
         model[name] = getattr(shape, name)
     model.head_dim, model.loss_chunk = shape.head_dim, options.loss_chunk
     model.norm_eps, model.rope_theta = shape.eps, shape.theta
+    if isinstance(shape, handwritten_experts.Shape):
+        for name in _EXPERTS:
+            model[name] = getattr(shape, name)
     config.batch.global_size, config.batch.sequence_length = shape.batch, shape.sequence
     config.precision.compute, config.remat.policy = options.dtype, options.remat
     config.optimizer.name, config.optimizer.clip_norm = "adamw", options.clip_norm
@@ -172,7 +178,7 @@ def _config_of(shape: Shape, options: Options) -> Any:
 def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
     """Returns a synthetic batch with every field that the run's loader would give.
 
-    Tokens, targets and weights are those of `handwritten.make_batch`; documents are whole rows.
+    Tokens, targets and weights are those of `handwritten.random_batch`; documents are whole rows.
     """
     size = run.batch.global_size
     known: dict[str, Any] = {"sample": np.arange(size, dtype=np.int32)}
@@ -237,6 +243,8 @@ def yardstick(run: recipe.RunConfig) -> Yardstick | str:
         return f"the yardstick is a decoder, not {run.model['target']}"
     usual, c = TransformerConfig(), run.model
     free = {*_SIZES, "target", "head_dim", "rope_theta", "norm_eps", "init_std", "loss_chunk", "window"}
+    has_experts = c["num_experts"] > 0
+    free |= {*_EXPERTS, "expert_d_ff"} if has_experts else set()
     odd = [name for name, value in c.items() if name not in free and value != getattr(usual, name, value)]
     shape = resolve_mesh(run.mesh, jax.device_count(), slices_of(run.mesh, jax.devices()) or 1)
     sizes = {axis: shape.sizes[axis] for axis in ("data", "fsdp", "tensor")}
@@ -247,6 +255,9 @@ def yardstick(run: recipe.RunConfig) -> Yardstick | str:
         "batch.accumulation": run.batch.accumulation > 1,
         "data.packing": run.data.packing == "documents",
         "mesh": math.prod(sizes.values()) != shape.num_devices or run.mesh.sequence_parallel,
+        "model.num_experts on several devices or on an accelerator": has_experts
+        and (shape.num_devices > 1 or jax.devices()[0].platform != "cpu"),
+        "model.num_experts in bfloat16": has_experts and run.precision.compute != "float32",
         "mesh.zero": sizes["fsdp"] > 1 and run.mesh.zero != 3,
         "mesh.tensor": c["num_kv_heads"] % sizes["tensor"],
         "remat.policy": run.remat.policy not in ("none", "dots", "full"),
@@ -257,8 +268,12 @@ def yardstick(run: recipe.RunConfig) -> Yardstick | str:
         return f"the yardstick has not this run's {', '.join(reasons)}"
     known = {name: c[name] for name in _SIZES}
     sequence, batch = run.batch.sequence_length, run.batch.global_size
-    fields = Shape(**known, sequence=sequence, batch=batch, theta=c["rope_theta"], eps=c["norm_eps"])
-    return Yardstick(fields, _options(run), sizes)
+    more = dict(sequence=sequence, batch=batch, theta=c["rope_theta"], eps=c["norm_eps"])
+    if has_experts:
+        known["d_ff"] = c["expert_d_ff"] or c["d_ff"]
+        routed = {name: c[name] for name in _EXPERTS}
+        return Yardstick(handwritten_experts.Shape(**known, **more, **routed), _options(run), sizes)
+    return Yardstick(Shape(**known, **more), _options(run), sizes)
 
 
 def _options(run: recipe.RunConfig) -> Options:
@@ -284,10 +299,11 @@ def build_handwritten(
     mesh = None
     if jax.device_count() > 1:
         mesh = Mesh(mesh_utils.create_device_mesh(tuple(sizes.values())), tuple(sizes))
-    step = handwritten.build_step(shape, options, mesh)
+    module = _module(shape)
+    step = module.build_step(shape, options, mesh)
     shardings = handwritten.state_shardings(shape, mesh) if mesh else None
     given = params(shardings.params if shardings else None) if params else None
-    state = jax.jit(partial(handwritten.init, shape, 0), out_shardings=shardings)()
+    state = jax.jit(partial(module.init, shape, 0), out_shardings=shardings)()
     if given is not None:
         state = state._replace(params=given)
     known = {name: host_batch[name] for name in ("tokens", "targets", "weights")}
@@ -299,6 +315,10 @@ def build_handwritten(
         placed = jax.device_put(inputs)
     rate = placed.pop("rate")
     return compiled("handwritten", step, state, (placed, rate))
+
+
+def _module(shape: Shape) -> Any:
+    return handwritten_experts if isinstance(shape, handwritten_experts.Shape) else handwritten
 
 
 def params_of(run: recipe.RunConfig, shape: Shape) -> Callable[[Any], dict]:
@@ -321,7 +341,8 @@ def handwritten_params(trainable: Any, shape: Shape) -> dict:
     blocks = trainable["blocks"]
     joined = blocks["attention"] | blocks["mlp"]
     norms = {name: _flat(blocks[name]) for name in ("attention_norm", "mlp_norm")}
-    like = jax.eval_shape(lambda: handwritten.init_params(shape, 0))
+    module = _module(shape)
+    like = jax.eval_shape(lambda: module.init_params(shape, 0))
     given = {
         "embedding": ours["embedding"],
         "blocks": joined | norms,

@@ -17,6 +17,7 @@ from jaxdist.config import ConfigError, suggest
 INPUT = "block_input"  # what is always kept; naming it says where
 RESIDUALS = "attention_residuals"  # what attention's backward pass reads: output and logsumexp
 PROJECTED = "attention_projection"
+EXPERT_PRODUCTS = "expert_products"  # of rows with the experts' first kernels, where they are kept
 RESIDUAL_STREAM = (INPUT, PROJECTED, "mlp_out")  # those that sequence parallelism splits over tensor
 # Names that our models give to activations, for `save:` and `offload:` policies.
 NAMES = (
@@ -104,7 +105,7 @@ def _saveable(policy: str) -> Callable | None:
         # without, where the output projection's input is computed again (0.93 x the time on CPU).
         dots = policies.dots_with_no_batch_dims_saveable
         return _keeps_fused_attention(
-            policies.save_from_both_policies(dots, policies.save_only_these_names(RESIDUALS))
+            policies.save_from_both_policies(dots, policies.save_only_these_names(RESIDUALS, EXPERT_PRODUCTS))
         )
     named = named_in(policy)
     saveable = policies.save_only_these_names(*named["save"])

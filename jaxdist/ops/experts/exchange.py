@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxdist.ops.experts import feed_forward
 from jaxdist.ops.experts.dispatch import Order, sort_by_expert, steps
-from jaxdist.ops.experts.feed_forward import Activation, Kernels
+from jaxdist.ops.experts.feed_forward import Activation, Kernels, Products
 from jaxdist.ops.experts.grouped_matmul import Backend
 from jaxdist.parallel import execution
 
@@ -46,6 +46,11 @@ class Exchange:
     def own_experts(self) -> int:
         return self.experts // self.parts
 
+    @property
+    def keeps_products(self) -> bool:
+        """Whether the first products of rows are kept, if `remat.policy` lets them be."""
+        return self.backend.keeps_products and self.kind == "local"
+
 
 class Tokens(NamedTuple):
     """A device's tokens, or those of its group."""
@@ -71,17 +76,21 @@ def order_of(ids_Tk: jax.Array, exchange: Exchange) -> Order:
 
 
 def forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
-    """Returns the sum of the weighted outputs of each token's experts [T, D], and how many rounds it took."""
+    """Returns the sum of the weighted outputs of each token's experts [T, D], and how many rounds it took.
+
+    And the products of its rows that the backward pass may have (`Exchange.keeps_products`).
+    """
     run = _rounds_forward if exchange.kind == "rounds" else _chunks_forward
     return run(tokens, order, sizes_E, kernels, exchange)
 
 
 def backward(
-    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, products: Products, exchange: Exchange
 ) -> Gradients:
     """Returns the gradients of a device's tokens, and of its kernels from the rows that it saw."""
-    run = _rounds_backward if exchange.kind == "rounds" else _chunks_backward
-    return run(tokens, dout_TD, order, sizes_E, kernels, exchange)
+    if exchange.kind == "rounds":
+        return _rounds_backward(tokens, dout_TD, order, sizes_E, kernels, exchange)
+    return _chunks_backward(tokens, dout_TD, order, sizes_E, kernels, products, exchange)
 
 
 def _added(total_T, rows, index_Tk, there_Tk, weights_Tk=None) -> jax.Array:
@@ -172,15 +181,20 @@ def _chunks_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
 
     def add(out, chunk: _Chunk):
         rows = x[chunk.assignments // k]
-        y = feed_forward.forward(rows, chunk.sizes, kernels, exchange.activation, exchange.backend)
+        y, own = feed_forward.forward(rows, chunk.sizes, kernels, exchange.activation, exchange.backend)
+        if exchange.keeps_products:
+            products.extend(own)
         return _added(out, y, chunk.rows, chunk.there, weights)
 
+    products: list[jax.Array] = []  # of the one chunk
     zeros = jnp.zeros(x.shape, jnp.float32)
     out, count = _over_chunks(add, zeros, weights, order, _group_sizes(sizes_E, exchange), exchange)
-    return _summed(out.astype(x.dtype), exchange), count
+    return _summed(out.astype(x.dtype), exchange), count, tuple(products)
 
 
-def _chunks_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
+def _chunks_backward(
+    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, products: Products, exchange: Exchange
+):
     x, weights, dout = (_of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk, dout_TD))
     k, sizes = weights.shape[1], _group_sizes(sizes_E, exchange)
 
@@ -193,6 +207,7 @@ def _chunks_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
             chunk.sizes,
             kernels,
             total.kernels,
+            products,
             activation=exchange.activation,
             backend=exchange.backend,
             dtype=jnp.float32 if total.kernels else exchange.dtype,
@@ -293,13 +308,13 @@ def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
     def one(number, out):
         this = _round(number, routes, order, exchange)
         rows = _swapped(x[this.assignments // k], exchange, TO_EXPERTS)[this.grouped]
-        y = feed_forward.forward(rows, this.sizes, kernels, exchange.activation, exchange.backend)
+        y, _ = feed_forward.forward(rows, this.sizes, kernels, exchange.activation, exchange.backend)
         y = _swapped(y[this.ungrouped], exchange, FROM_EXPERTS)
         return _added(out, y, this.rows, this.there, weights)
 
     with jax.named_scope(_ONE_TRIP):
         out = jax.lax.fori_loop(0, routes.rounds, one, jnp.zeros(x.shape, jnp.float32))
-    return out.astype(x.dtype), routes.rounds
+    return out.astype(x.dtype), routes.rounds, ()
 
 
 def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):

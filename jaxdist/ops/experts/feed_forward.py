@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxdist.ops.experts.grouped_matmul import Backend
 
 Activation = Callable[[jax.Array], jax.Array]
+Products = tuple[jax.Array, ...]  # of the rows with gate and up [R, F], or with up alone
 
 
 class Kernels(NamedTuple):
@@ -34,10 +35,12 @@ def _hidden(activation: Activation, *products: jax.Array) -> jax.Array:
     return activation(products[0]) * products[1] if len(products) == 2 else activation(products[0])
 
 
-def forward(x_RD, sizes_E, kernels: Kernels, activation: Activation, backend: Backend) -> jax.Array:
-    """Returns the experts' outputs of their rows, [R, D]."""
-    products = [backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs]
-    return backend.matmul(_hidden(activation, *products), kernels.down, sizes_E)
+def forward(
+    x_RD, sizes_E, kernels: Kernels, activation: Activation, backend: Backend
+) -> tuple[jax.Array, Products]:
+    """Returns the experts' outputs of their rows [R, D], and the first products of these."""
+    products = tuple(backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs)
+    return backend.matmul(_hidden(activation, *products), kernels.down, sizes_E), products
 
 
 def backward(
@@ -47,6 +50,7 @@ def backward(
     sizes_E,
     kernels: Kernels,
     totals: Kernels | None,
+    products: Products = (),
     *,
     activation: Activation,
     backend: Backend,
@@ -54,16 +58,17 @@ def backward(
 ) -> RowGradients:
     """Returns the gradients of a row's x, of its weight and, added to `totals`, of the kernels.
 
-    The hidden rows are computed again; the down projection is not: a weight's gradient, the product of the
-    output and its gradient, is that of the hidden row and its gradient.
+    The first products are computed again where they were not kept; the down projection is not: a weight's
+    gradient, the product of the output and its gradient, is that of the hidden row and its gradient.
 
     Args:
       dout_RD: gradient of the weighted outputs' sum.
       weights_R: float32 weights of the rows in it.
       totals: in which the kernels' gradients add up, None for zeros.
+      products: those of the forward pass; none: they are computed again.
       dtype: of the kernels' gradients.
     """
-    up = [backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs]
+    up = products or [backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs]
     h, of_products = jax.vjp(lambda *products: _hidden(activation, *products), *up)
     dh = backend.matmul(dout_RD, kernels.down, sizes_E, transposed=True)
     dweights = (dh.astype(jnp.float32) * h.astype(jnp.float32)).sum(-1)

@@ -33,6 +33,10 @@ class Backend:
     matmul: Callable[..., jax.Array]
     # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums of x^T dy, in dtype
     kernel_gradient: Callable[..., jax.Array]
+    # Whether products of a device's own rows are kept for the backward pass where `remat.policy` lets them
+    # be. Where it does not, they are computed again by a second forward pass, for which kernels would be
+    # gathered once more.
+    keeps_products: bool = False
 
 
 def choose(spare: float = 1.0) -> Backend:
@@ -226,6 +230,7 @@ BACKENDS = {
         _blocked_allocated,
         _blocked_matmul,
         _blocked_gradient,
+        keeps_products=True,
     ),
     "gpu": Backend(
         "shares",

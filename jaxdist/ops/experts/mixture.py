@@ -15,12 +15,14 @@ from typing import Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
 from jaxdist.ops.experts.exchange import Exchange, Tokens
 from jaxdist.ops.experts.feed_forward import Activation, Kernels
 from jaxdist.parallel import execution
+from jaxdist.parallel.remat import EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
 
@@ -73,7 +75,8 @@ def experts(
 
     An expert's output is down(activation(gate(x)) * up(x)). Every token is computed, in memory that does not
     depend on the load. It may be called anywhere: on one device, in a step, in its regions. Products of
-    the first kernels are computed again in the backward pass, whatever `remat` says; outputs are not.
+    the first kernels are computed again in the backward pass, on CPUs where `remat` says so, elsewhere
+    whatever it says; outputs are not.
 
     Args:
       ids_BSk, weights_BSk: int32 experts of each token, which differ, and float32 weights, as of `route`.
@@ -178,6 +181,12 @@ class _Placement:
         axis = self.static.axis
         return P((*self.token_axes, *[axis] * (axis != "" and axis not in self.token_axes)))
 
+    @property
+    def products(self) -> tuple[P, ...]:
+        """Of what each device keeps of its own rows' products."""
+        kept = self.kernels.inputs if self.static.keeps_products else ()
+        return tuple(P(self.order[0], kernel[2]) for kernel in kept)
+
 
 def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
     now, E = execution.current(), kernels.down.shape[0]
@@ -257,11 +266,12 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     mapped = _per_device(
         partial(_local_forward, place=place, capacity_factor=options.capacity_factor, length=x.shape[1]),
         (rows, rows, rows, place.tokens, place.tokens, place.kernels),
-        (rows, P(), rows, place.order),
+        (rows, P(), rows, place.order, place.products),
     )
     gathered = _gathered(kernels, options.names, x.dtype)
-    out, stats, ids, order = mapped(x, ids, weights, valid, counted, gathered)
-    return (out, stats), (x, ids, weights, order, kernels)
+    out, stats, ids, *kept = mapped(x, ids, weights, valid, counted, gathered)
+    order, products = checkpoint_name(kept, EXPERT_PRODUCTS)
+    return (out, stats), (x, ids, weights, order, products, kernels)
 
 
 def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, capacity_factor, length):
@@ -278,25 +288,25 @@ def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, 
     sizes = dispatch.count(flat(ids), E) if capacity_factor or counted is not None else load
     tokens = Tokens(flat(x), flat(ids), flat(weights))
     order = exchange.order_of(tokens.ids_Tk, static)
-    out, rounds = exchange.forward(tokens, order, sizes, kernels, static)
+    out, rounds, products = exchange.forward(tokens, order, sizes, kernels, static)
     out = _sum(out, place.dims_axes)
     sums = (load, dropped, jnp.int32(rounds), jnp.ones((), jnp.int32))
     stats = Stats(*(_sum(a.astype(jnp.float32), place.token_axes) for a in sums))
-    return out.reshape(x.shape), stats, ids, order
+    return out.reshape(x.shape), stats, ids, order, products
 
 
 def _backward(options: _Options, residuals, cotangents):
-    x, ids, weights, order, kernels = residuals
+    x, ids, weights, order, products, kernels = residuals
     dout, _ = cotangents
     place = _place(x, ids.shape[2], kernels, options)
     rows: Any = _padded(place.tokens, 3)
     mapped = _per_device(
         partial(_local_backward, place=place),
-        (rows, rows, rows, rows, place.order, place.kernels),
+        (rows, rows, rows, rows, place.order, place.products, place.kernels),
         (rows, rows, place.gradients),
     )
     gathered = _gathered(kernels, options.names, x.dtype)
-    dx, dweights, gradients = mapped(x, ids, weights, dout, order, gathered)
+    dx, dweights, gradients = mapped(x, ids, weights, dout, order, products, gathered)
     gradients = jax.tree.map(execution.scatter, gradients, options.names)
     gradients = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
     return dx, None, dweights, None, None, gradients
@@ -305,11 +315,11 @@ def _backward(options: _Options, residuals, cotangents):
 _experts.defvjp(_forward, _backward)
 
 
-def _local_backward(x, ids, weights, dout, order, kernels: Kernels, *, place: _Placement):
+def _local_backward(x, ids, weights, dout, order, products, kernels: Kernels, *, place: _Placement):
     static, flat = place.static, partial(jnp.reshape, shape=(ids.shape[0] * ids.shape[1], -1))
     tokens = Tokens(flat(x), flat(ids), flat(weights))
     sizes = dispatch.count(tokens.ids_Tk, static.experts)
-    own = exchange.backward(tokens, flat(dout), order, sizes, kernels, static)
+    own = exchange.backward(tokens, flat(dout), order, sizes, kernels, products, static)
     dx, dweights = (_sum(a, place.dims_axes) for a in (own.x_TD, own.weights_Tk))
     over = [axis for axis in place.token_axes if axis != static.axis]
     gradients = jax.tree.map(
