@@ -54,6 +54,8 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
     family, fields = interop.fields_of(config.model_options, origin)
     spec = build.model_spec(config)
     weights = interop.CheckpointWeights(workdir.checkpoints_folder(flags.source, config), flags.step)
+    if not flags.drop_choice_bias:
+        weights.check_choices(family)
     shapes, read = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
     if flags.adapters:
         factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
@@ -85,6 +87,8 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     longest = values["max_positions"] or fields.get("max_position_embeddings", LONGEST)
     changes: dict[str, object] = {f"model.{name}": value for name, value in values.items()}
     changes |= {"precision.params": dtype, "precision.compute": dtype}
+    if values["num_experts"]:
+        changes["model.balance"] = "batch"
     changes["batch.sequence_length"] = min(longest, LONGEST)
     if tokenizer.is_file() or values["vocab_size"] != 256:  # else its tokens may be bytes
         changes["data.tokenizer"] = str(flags.target.resolve() / TOKENIZER_FILE)
@@ -98,7 +102,8 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
         for path, x in trees.flatten_names(spec.trainable).items()
     }
     tensors = interop.open_weights(flags.source, values, {path: x.shape for path, x in wanted.items()})
-    state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, {}, None, None)
+    start = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])() if spec.model_state else {}
+    state = State(jnp.int32(0), trees.unflatten_names(tensors.load(wanted)), {}, start, None, None)
     save_weights.write(run, state, target, {"converted_from": str(flags.source)})
     read_as = ""
     if fields.get("model_type") not in interop.FAMILIES:
@@ -115,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", dest="target", required=True, type=Path, help="folder to write: empty, or not there yet")
     add("--format", required=True, choices=("huggingface", "jaxdist"), help="the form of what is written")
     add("--adapters", action="store_true", help="huggingface, of a run with lora: write them as PEFT does")
+    unbiased = "huggingface: leave out biases by which a run chooses experts, though tokens go elsewhere then"
+    add("--drop-choice-bias", action="store_true", help=unbiased)
     add("--step", type=int, help="of a workdir: checkpoint to read (default: the newest)")
     dtypes = ("float32", "bfloat16")
     add("--dtype", choices=dtypes, help="of what is written (default: that of a workdir; else float32)")

@@ -17,7 +17,7 @@ from jaxdist.models.transformer import TransformerConfig
 
 Values = Mapping[str, Any]  # fields of TransformerConfig
 REQUIRED = object()
-_MOST_LAYERS = 100_000
+_MOST_LAYERS, _MOST_EXPERTS = 100_000, 1_000_000
 
 
 class Source:
@@ -114,12 +114,20 @@ def only(key: str, *legal: Any) -> Rule:
 # --- heads, activation, biases, scales ------------------------------------------------------------
 
 
-def heads(*, kv: int | None = None, head_dim: int | None = None) -> Rule:
-    """Returns the rule of key heads and head size; by default num_heads, and hidden_size / num_heads."""
+def heads(*, kv: int | None = None, head_dim: int | None = None, whole: bool = False) -> Rule:
+    """Returns the rule of key heads and head size; by default num_heads, and hidden_size / num_heads.
+
+    Args:
+      whole: no other size than the latter is possible.
+    """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         num = source.count("num_key_value_heads", kv) or values["num_heads"]
-        size = source.count("head_dim", head_dim) or values["d_model"] // max(values["num_heads"], 1)
+        usual = values["d_model"] // max(values["num_heads"], 1)
+        size = source.count("head_dim", head_dim) or usual
+        if whole and size != usual:
+            why = f"required hidden_size / num_attention_heads = {usual}: norms of all heads are that long"
+            source.refuse("head_dim", size, why)
         return {"num_kv_heads": num, "head_dim": size}
 
     return Rule(read, lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]})
@@ -265,6 +273,81 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
     return Rule(read, write)
 
 
+def switched_window(window: int) -> Rule:
+    """Returns the rule of Qwen3-MoE's window: with use_sliding_window all layers have it."""
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        used = source.number("use_sliding_window", False, bool)
+        size, first = source.take("sliding_window", window), source.number("max_window_layers", 0, int)
+        if not used or size is None:
+            return {"window": 0, "layer_pattern": ("global",)}
+        if first:
+            source.refuse("max_window_layers", first, "versions of transformers differ in it; required 0")
+        if type(size) is not int or size < 1:
+            size = source.refuse("sliding_window", size, "a whole number > 0 is required", 1)
+        return {"window": size, "layer_pattern": ("local",)}
+
+    def write(values: Values) -> dict[str, Any]:
+        pattern, size = set(values["layer_pattern"]), values["window"]
+        return {"use_sliding_window": pattern == {"local"}, "sliding_window": size or None}
+
+    return Rule(read, write)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+_COUNTS = ("num_local_experts", "num_experts")  # transformers 5 takes one for the other
+_WIDTH = "moe_intermediate_size"
+
+
+def experts(key: str, count: int, chosen: int, *, width: int = 0, normalise: bool = True) -> Rule:
+    """Returns the rule of experts in all layers, with the class's defaults.
+
+    Args:
+      key: of their number, as it is written; what else it is called is read as well.
+      count: how many there are.
+      chosen: how many a token goes to.
+      width: inside an expert, in a field of its own; 0: that is the width of the feed-forward part.
+      normalise: True: weights are always divided by their sum; False: if a field says so.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        names = sorted(_COUNTS, key=lambda name: (name not in source.config, name != key))
+        num = source.count(names[0], count)
+        if (again := source.count(names[1], num)) != num:
+            source.refuse(names[1], again, f"{names[0]} is {num}; leave out one of them")
+        if values["num_layers"] * num > _MOST_EXPERTS:
+            num = source.refuse(names[0], num, f"at most {_MOST_EXPERTS:,} of all layers are supported", 1)
+        k, always = source.count("num_experts_per_tok", chosen), normalise
+        return {
+            "num_experts": num,
+            "experts_per_token": k,
+            "expert_d_ff": source.count(_WIDTH, width) if width else values["d_ff"],
+            "normalise_top_k": always or source.number("norm_topk_prob", False, bool),
+        }
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = {key: values["num_experts"], "num_experts_per_tok": values["experts_per_token"]}
+        fields[_WIDTH if width else "intermediate_size"] = values["expert_d_ff"]
+        return fields | ({} if normalise else {"norm_topk_prob": values["normalise_top_k"]})
+
+    return Rule(read, write)
+
+
+def all_sparse() -> Rule:
+    """Returns the rule of Qwen's dense layers between those with experts: there must be none."""
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        step, dense = source.count("decoder_sparse_step", 1), source.take("mlp_only_layers", None) or []
+        if step != 1:
+            source.refuse("decoder_sparse_step", step, "dense layers between are not built; required 1")
+        if dense:
+            source.refuse("mlp_only_layers", dense, "dense layers between are not built; required []")
+        return {}
+
+    return Rule(read, lambda values: {"decoder_sparse_step": 1, "mlp_only_layers": []})
+
+
 # --- rotary positions -----------------------------------------------------------------------------
 
 _SCALINGS: dict[str, dict[str, str]] = {
@@ -277,20 +360,24 @@ _SCALINGS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def rotary(*, partial: bool = False) -> Rule:
-    """Returns the rule of one rotary base for all layers; `partial`: a share of a head may turn."""
+def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
+    """Returns the rule of one rotary base for all layers; `partial`: a share of a head may turn.
+
+    Args:
+      theta: the base where no field says it.
+    """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         new, old = source.take("rope_parameters", None), source.take("rope_scaling", None)
         key = "rope_scaling" if old else "rope_parameters"
         inner = source.inside(key, old or new or {})
-        theta = inner.number("rope_theta", source.number("rope_theta", 10_000.0))
+        base = inner.number("rope_theta", source.number("rope_theta", theta))
         share = inner.number("partial_rotary_factor", source.number("partial_rotary_factor", 1.0))
         if share != 1 and not partial:
             source.refuse("partial_rotary_factor", share, "not built for this architecture; required 1.0")
         scaling = _read_scaling(inner)
         source.faults += inner.close()
-        return {"rope_theta": float(theta), "rotary_fraction": float(share)} | scaling
+        return {"rope_theta": float(base), "rotary_fraction": float(share)} | scaling
 
     def write(values: Values) -> dict[str, Any]:
         share = {"partial_rotary_factor": values["rotary_fraction"]} if partial else {}

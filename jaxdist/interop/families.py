@@ -1,19 +1,21 @@
 """What Hugging Face calls the transformer's parameters: one table a family, read in both directions.
 
 A line says which part of a stored tensor is which of our parameters, with both layouts in letters
-(`{}` is the layer, of which ours are a stack): "attention/query DHN -> HN D" is a matrix of rows
-(head, head dim) and columns d_model there, which here is [d_model, head, head dim]. Linear layers
-are stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code of transformers 5.23.
+(`{}` is the layer, of which ours are a stack; a second one is the expert, of which each layer of ours has
+a stack): "attention/query DHN -> HN D" is a matrix of rows (head, head dim) and columns d_model there, which
+here is [d_model, head, head dim]. Linear layers are stored (out, in), GPT-2's Conv1D (in, out). Source: the
+modelling code of transformers 5.23.
 """
 
+import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxdist.interop import config_rules as rule
 
-LAYER = "blocks/"  # what our stacks begin with
 Shapes = Mapping[str, tuple[int, ...]]  # of our parameters, by path
 
 
@@ -22,12 +24,13 @@ class TensorPart:
     """One of our parameters inside a stored tensor."""
 
     path: str  # of our parameter
-    ours: str  # a letter for each of its dims but the layers
+    stacked: int  # of its dims, the first ones, that the tensor's name counts: layer, expert
+    ours: str  # a letter for each of the others
     theirs: tuple[str, ...]  # for each stored dim the letters that it merges, the slowest first
 
     def dims(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Returns the size of every letter, from our parameter's shape."""
-        return dict(zip(self.ours, shape[self.path.startswith(LAYER) :], strict=True))
+        return dict(zip(self.ours, shape[self.stacked :], strict=True))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part in its file."""
@@ -37,11 +40,23 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file (for each layer, where the name has braces): parts put together on an axis."""
+    """A tensor in a file (for each layer and expert that its name counts): parts put together on an axis."""
 
     name: str
     parts: tuple[TensorPart, ...]
     axis: int = 0
+
+    def names(self, ranges: Iterable[tuple[int, int]]) -> dict[tuple[int, ...], str]:
+        """Returns its name by (layer, expert), relative to where the ranges of our parameter's dims begin."""
+        counted = [range(*ends) for ends, _ in zip(ranges, range(self.parts[0].stacked), strict=False)]
+        return {
+            tuple(i - of.start for i, of in zip(at, counted, strict=True)): self.name.format(*at)
+            for at in itertools.product(*counted)
+        }
+
+    def all_names(self, shapes: Shapes) -> list[str]:
+        """Returns its name for all layers and experts of parameters with these shapes."""
+        return [*self.names((0, size) for size in shapes[self.parts[0].path]).values()]
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Returns its shape, from those of our parameters."""
@@ -65,10 +80,19 @@ class Family:
     tensors: tuple[Stored, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)  # beginnings of names that also occur
     ignored: str = r"rotary_emb\.inv_freq$"  # tensors that are no parameters, a regex
+    # what folders may have in place of `tensors`, told by the names that only it has
+    other_forms: tuple[tuple[Stored, ...], ...] = ()
 
     def present(self, paths: Mapping[str, object]) -> list[Stored]:
         """Returns the tensors of a model that has these parameters of ours."""
         return [stored for stored in self.tensors if stored.parts[0].path in paths]
+
+    def form_of(self, names: Collection[str]) -> "Family":
+        """Returns the family with the tensors that a folder with these names has."""
+        for form in self.other_forms:
+            if any(stored.name.format(0, 0) in names for stored in {*form} - {*self.tensors}):
+                return dataclasses.replace(self, tensors=form)
+        return self
 
     def canonical(self, name: str) -> str:
         """Returns the table's name of a stored tensor."""
@@ -89,7 +113,8 @@ def _stored(name: str, line: str | tuple) -> Stored:
 
 def _part(name: str, text: str) -> TensorPart:
     path, ours, _, *theirs = text.split()
-    return TensorPart(LAYER + path if "{}" in name else path, ours, tuple(theirs))
+    stacked = name.count("{}")
+    return TensorPart(f"blocks/{path}" if stacked else path, stacked, ours, tuple(theirs))
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -142,6 +167,25 @@ _FUSED: dict[str, str | tuple] = {
     _L + "mlp.gate_up_proj.weight": (0, "mlp/gate DF -> F D", "mlp/up DF -> F D"),
     _L + "mlp.down_proj.weight": "mlp/down FD -> D F",
 }  # fmt: skip
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str | tuple]:
+    """Returns the tensors of a block's router and experts, of which each is stored by itself."""
+    names, experts = (gate, up, down), _L + block + ".experts.{}."
+    lines = ("mlp/gate DF -> F D", "mlp/up DF -> F D", "mlp/down FD -> D F")
+    router: dict[str, str | tuple] = {f"{_L}{block}.gate.weight": "mlp/router DE -> E D"}
+    return router | {f"{experts}{name}.weight": line for name, line in zip(names, lines, strict=True)}
+
+
+_MIXTRAL = _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
+_SPARSE = _EDGES | _ATTENTION | _PRE_NORMS | _experts("mlp", "gate_proj", "up_proj", "down_proj")
+# As in the memory of transformers 5, and in files by save_pretrained(save_original_format=False).
+_MERGED_EXPERTS: dict[str, str | tuple] = {
+    _L + "mlp.gate.weight": "mlp/router DE -> E D",
+    _L + "mlp.experts.gate_up_proj": (1, "mlp/gate EDF -> E F D", "mlp/up EDF -> E F D"),
+    _L + "mlp.experts.down_proj": "mlp/down EFD -> E D F",
+}
+_MERGED = _EDGES | _ATTENTION | _PRE_NORMS | _MERGED_EXPERTS
 _G = "transformer.h.{}."
 _GPT2: dict[str, str | tuple] = {
     "transformer.wte.weight": "embedding VD -> V D",
@@ -255,6 +299,32 @@ _FAMILIES = (
             rule.implied(norm_position="post", qk_norm="projection"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM",
+        (
+            *_SIZES, rule.heads(kv=8), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
+            rule.rotary(theta=1e6), rule.layers("all", None), rule.experts("num_local_experts", 8, 2),
+        ),
+        _table(_MIXTRAL), other_forms=(_table(_MERGED),),
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        (
+            *_SIZES, rule.heads(kv=4), rule.activation("hidden_act", "silu"), _EPS6, _UNTIED, rule.rotary(),
+            rule.attention_bias(), rule.implied(qk_norm="head"), rule.switched_window(4096),
+            rule.experts("num_experts", 128, 8, width=768, normalise=False), rule.all_sparse(),
+        ),
+        _table(_SPARSE | _qk_norms("N", "N")), other_forms=(_table(_MERGED | _qk_norms("N", "N")),),
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM",
+        (
+            *_SIZES, rule.heads(whole=True), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
+            rule.rotary(), rule.attention_bias(), rule.implied(qk_norm="projection"),
+            rule.only("clip_qkv", None), rule.experts("num_experts", 64, 8, normalise=False),
+        ),
+        _table(_SPARSE | _qk_norms("HN", "KN")), other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -15,7 +15,12 @@ from jaxdist.storage.untrusted import Malformed, read_json
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULTS = vars(TransformerConfig())
-TRAINING = ("dropout", "z_loss", "loss_chunk", "init_std", "zero_init_outputs")  # no matter for logits
+# What is no matter for logits; and how the load of experts is kept even, which a run has to go on with.
+TRAINING = (
+    "dropout", "z_loss", "loss_chunk", "init_std", "zero_init_outputs", "balance_rate", "balance_weight",
+    "router_z_loss", "capacity_factor",
+)  # fmt: skip
+_NO_FIELD = (*TRAINING, "balance")
 # Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout), other heads.
 _HARMLESS = re.compile(
     "architectures|model_type|transformers_version|(torch_)?dtype|_name_or_path|use_cache|auto_map|"
@@ -24,14 +29,17 @@ _HARMLESS = re.compile(
     "_?attn_implementation|cache_implementation|id2label|label2id|num_labels|problem_type|"
     "task_specific_params|summary_.*|output_.*|return_dict|use_return_dict|gradient_checkpointing|"
     "chunk_size_feed_forward|reorder_and_upcast_attn|tokenizer_class|is_llama_config|transformers\\.js_config|"
-    "torchscript|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config"
+    "torchscript|router_(aux_loss_coef|jitter_noise)|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config"
 )
 # Fields that change none where they are false, null or empty.
 _OFF = re.compile(
     "is_(encoder_)?decoder|tie_encoder_decoder|add_cross_attention|cross_attention_hidden_size|pruned_heads|"
     "use_mrope|rope_interleaved|quantization_config"
 )
-_CARRIED = re.compile("(bos|eos|pad)_token_id|max_position_embeddings|initializer_range|.*dropout|.*_pdrop")
+_CARRIED = re.compile(
+    "(bos|eos|pad)_token_id|max_position_embeddings|initializer_range|.*dropout|.*_pdrop|"
+    "router_(aux_loss_coef|jitter_noise)"
+)
 # Their config and tensors have Llama's names, and they compute something else.
 _UNLIKE = {"gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"}
 _UNLIKE |= dict.fromkeys(
@@ -114,7 +122,7 @@ def fields_of(
       ConfigError: none fits; the values in which the nearest one differs.
     """
     wanted, origin = canonical_values(values), origin or {}
-    differences: dict[str, Sequence[str]] = {}  # from each family that does not fit
+    differences: dict[str, tuple[bool, Sequence[str]]] = {}  # of each family that does not fit
     carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     carried |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
     for family in sorted(FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")):
@@ -122,22 +130,23 @@ def fields_of(
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
-            faults: Sequence[str] = different(wanted, derive(fields)[1])
+            legal, faults = True, tuple(different(wanted, derive(fields)[1]))
         except ConfigError as error:
-            faults = error.faults
+            legal, faults = False, error.faults
         if not faults:
             return family, fields
-        differences[family.model_type] = faults
-    nearest = min(differences, key=lambda kind: len(differences[kind]))
+        differences[family.model_type] = not legal, faults
+    nearest = min(differences, key=lambda kind: (differences[kind][0], len(differences[kind][1])))
     known = f"none of {', '.join(FAMILIES)} has these values; the nearest, {nearest}, differs:"
-    raise ConfigError([known, *differences[nearest]])
+    raise ConfigError([known, *differences[nearest][1]])
 
 
 def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each value that is not the same, up to rounding."""
+    """Returns a line for each value that is not the same, up to rounding; of those without effect none."""
+    unused = {"d_ff"} if ours.get("num_experts") and theirs.get("num_experts") else set()
     return [
         f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
-        for name in ours.keys() & theirs.keys()
+        for name in (ours.keys() & theirs.keys()) - unused
         if not _equal(ours[name], theirs[name])
     ]
 
@@ -149,11 +158,15 @@ def _equal(a: Any, b: Any) -> bool:
 
 def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values that logits depend on, those without effect at their defaults."""
-    v = {name: value for name, value in (DEFAULTS | dict(values)).items() if name not in TRAINING}
+    v = {name: value for name, value in (DEFAULTS | dict(values)).items() if name not in _NO_FIELD}
     idle: list[str] = []
     kinds = spread(v["layer_pattern"] if v["window"] else ("global",), v["num_layers"])
     v["layer_pattern"] = shortest_period(kinds)
     v["attention_scale"] = v["attention_scale"] or v["head_dim"] ** -0.5
+    if v["num_experts"]:
+        v["expert_d_ff"] = v["expert_d_ff"] or v["d_ff"]
+    if v["expert_groups"] == v["expert_top_groups"]:
+        idle += ["expert_groups", "expert_top_groups"]
     stretch = ["rope_scaling", "rope_low_factor", "rope_high_factor", "rope_original_positions"]
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]

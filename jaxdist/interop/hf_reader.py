@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import LAYER, Family, Shapes, Stored, TensorPart
+from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, different, read_config
 from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
 
@@ -81,6 +81,7 @@ class Tensors:
             self._handles |= {family.canonical(name): opened.get_slice(name) for name in names}
         if faults:
             raise ConfigError(faults)
+        self.family = family.form_of(self._handles)
 
     def _files(self) -> dict[str, set[str]]:
         """Returns the files, and the tensors that the index says each has."""
@@ -162,21 +163,18 @@ class Tensors:
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
     def _read_shard(self, stored, part, offset, x, ranges) -> np.ndarray:
-        """Returns one shard, of all its layers."""
-        stacked = part.path.startswith(LAYER)
+        """Returns one shard, of all its layers and experts."""
         block = _empty([stop - start for start, stop in ranges], x.dtype)
-        dims, inner = part.dims(x.shape), dict(zip(part.ours, ranges[stacked:], strict=True))
+        dims, inner = part.dims(x.shape), dict(zip(part.ours, ranges[part.stacked :], strict=True))
         runs = [_runs(group, dims, inner) for group in part.theirs]
         runs[stored.axis] = [slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]]
         order = "".join(part.theirs)
-        for row, layer in enumerate(range(*ranges[0]) if stacked else [0]):
-            name = stored.name.format(layer)
+        for at, name in stored.names(ranges).items():
             merged = self._read_runs(self._handles[name], runs)
             if not all_finite(merged):
                 self._not_finite.add(name)
             apart = merged.reshape([inner[letter][1] - inner[letter][0] for letter in order])
-            target = block[row] if stacked else block
-            target[...] = apart.transpose([order.index(letter) for letter in part.ours])
+            block[at] = apart.transpose([order.index(letter) for letter in part.ours])
         return block
 
     def _read_runs(self, tensor: Any, runs: Sequence[Sequence[slice]], before: _Index = ()) -> np.ndarray:
@@ -227,9 +225,7 @@ def _runs(group: str, dims: Mapping[str, int], where: Mapping[str, tuple[int, in
 def stored_shapes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every tensor of a model whose parameters have these shapes."""
     return {
-        stored.name.format(layer): stored.shape(shapes)
-        for stored in family.present(shapes)
-        for layer in range(shapes[stored.parts[0].path][0] if "{}" in stored.name else 1)
+        name: stored.shape(shapes) for stored in family.present(shapes) for name in stored.all_names(shapes)
     }
 
 

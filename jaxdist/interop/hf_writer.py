@@ -24,7 +24,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
-from jaxdist.interop.families import LAYER, Family, Shapes
+from jaxdist.interop.families import Family, Shapes
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
@@ -71,16 +71,35 @@ class CheckpointWeights:
             raise CheckpointError(f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons)
         groups = ("ema/" if any(n.startswith("ema/") for n in self._arrays) else "trainable/", "frozen/")
         self._names = {n.partition("/")[2]: n for n in self._arrays if n.startswith(groups)}
+        self._state = {n.partition("/")[2]: n for n in self._arrays if n.startswith("model_state/")}
         self.shapes = {path: self._arrays[name].shape for path, name in self._names.items()}
         self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(timeout_s=600)
 
+    def check_choices(self, family: Family) -> None:
+        """Checks that experts are chosen without the biases that the family has no tensor for.
+
+        Raises:
+          ConfigError: they make a difference.
+          CheckpointError: they are not what was saved.
+        """
+        for path in self._state if unmapped(family, self._state) else ():
+            if not path.endswith("/choice_bias"):
+                continue
+            bias = self.read(path)
+            if (spread := float(np.ptp(bias, -1).max())) > 0:
+                raise ConfigError(
+                    f"{path}: biases that differ by up to {spread:.3g} (model.balance=bias) choose the "
+                    f"experts of this run, and {family.architecture} has no tensor for them: tokens would go "
+                    "elsewhere. Train with model.balance=batch, or leave them out: --drop-choice-bias"
+                )
+
     def read(self, path: str) -> np.ndarray:
-        """Returns a parameter on the host.
+        """Returns a parameter, or model state, on the host.
 
         Raises:
           CheckpointError: it is not what was saved.
         """
-        name, cpu = self._names[path], jax.local_devices(backend="cpu")[0]
+        name, cpu = (self._names | self._state)[path], jax.local_devices(backend="cpu")[0]
         stored, host = self._arrays[name], jax.sharding.SingleDeviceSharding(cpu)
         wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
         try:
@@ -128,8 +147,8 @@ def export(
         value, shape = read(part.path), part.stored_shape(shapes[part.path])
         start, order = stored.offset(part, shapes), [part.ours.index(x) for x in "".join(part.theirs)]
         place = (slice(None),) * stored.axis + (slice(start, start + shape[stored.axis]),)
-        for layer, x in enumerate(value if part.path.startswith(LAYER) else [value]):
-            views[stored.name.format(layer)][place] = x.transpose(order).reshape(shape)
+        for at, name in stored.names((0, size) for size in shapes[part.path]).items():
+            views[name][place] = value[at].transpose(order).reshape(shape)
     _write_json(target / hf_config.CONFIG, dict(fields) | {"torch_dtype": dtype})
     return total
 

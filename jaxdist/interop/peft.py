@@ -157,7 +157,8 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
         return
     layer, canonical = re.search(r"\.(\d{1,9})\.", module), family.canonical(f"{module}.weight")
     number = int(layer[1]) if layer else 0
-    stored = next((s for s in family.tensors if "{}" in s.name and s.name.format(number) == canonical), None)
+    of_layers = (stored for stored in family.tensors if stored.parts[0].stacked == 1)
+    stored = next((s for s in of_layers if s.name.format(number) == canonical), None)
     if stored is None:
         yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
         return

@@ -57,8 +57,15 @@ def apply_source(config: ConfigDict, chosen: Collection[str] = (), before: RunCo
         if theirs.get("target", config.model.target) != config.model.target:
             config.model = model_defaults(theirs["target"])
         config.model.update(theirs)
+        if _leaves_balance(theirs) and config.model.balance == "bias" and "model.balance" not in chosen:
+            config.model.balance = "batch"  # there is no place for biases in the files that may be exported
         if "data.tokenizer" not in chosen:
             config.data.tokenizer = tokenizer
+
+
+def _leaves_balance(theirs: Mapping[str, Any]) -> bool:
+    """Returns whether a model has experts, and nothing says how their load is kept even."""
+    return bool(theirs.get("num_experts")) and "balance" not in theirs
 
 
 def _tokenizer_of(folder: Path, config: ConfigDict, vocab_size: int, chosen: Collection[str]) -> str:

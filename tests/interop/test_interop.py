@@ -13,7 +13,17 @@ from safetensors.numpy import load_file, save_file
 from jaxdist import interop
 from jaxdist.config import ConfigError, trees
 from jaxdist.interop.hf_reader import INDEX, SINGLE
-from support.huggingface import FAMILIES, FOLDERS, MESH, compare, load_all, logits, opened
+from support.huggingface import (
+    EXPERT_MESH,
+    EXPERTS,
+    FAMILIES,
+    FOLDERS,
+    MESH,
+    compare,
+    load_all,
+    logits,
+    opened,
+)
 
 WINDOW = 5  # of the folders' sliding layers
 
@@ -53,6 +63,56 @@ def test_logits_on_data_2_fsdp_2_tensor_2(name):
     placed = [x.sharding for x in parameters.values()]
     assert all(len(where.device_set) == 8 for where in placed)
     assert sum(not where.is_fully_replicated for where in placed) >= 7
+
+
+FIRST = [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_logits_on_expert_2_fsdp_2_tensor_2(name):
+    """Each device has its experts' kernels, cut by fsdp and tensor, and every byte was read once."""
+    difference, tensors, parameters = compare(FOLDERS / name, EXPERT_MESH)
+    assert difference <= 1e-5
+    assert tensors.bytes_read == sum(x.nbytes for x in load_all(FOLDERS / name).values())
+    for path in ("gate", "up", "down"):
+        assert tuple(sorted(str(x) for x in parameters[f"blocks/mlp/{path}"].sharding.spec[1:])) == (
+            "expert",
+            "fsdp",
+            "tensor",
+        )
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_merged_experts_are_read_too(name, tmp_path, imported):
+    """transformers 5 has them as one tensor a layer in memory, and writes them so when it is told to."""
+    shutil.copyfile(FOLDERS / name / "config.json", tmp_path / "config.json")
+    before = load_all(FOLDERS / name)
+    merged = {key: x for key, x in before.items() if ".experts." not in key and "_moe.gate" not in key}
+    experts = json.loads((tmp_path / "config.json").read_text())
+    count = experts.get("num_local_experts") or experts["num_experts"]
+    block, kernels = (
+        ("block_sparse_moe", "w1 w3 w2") if name == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
+    )
+    for layer in range(experts["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        gate, up, down = (
+            [before[f"{start}{block}.experts.{i}.{kernel}.weight"] for i in range(count)]
+            for kernel in kernels.split()
+        )
+        merged[f"{start}mlp.gate.weight"] = before[f"{start}{block}.gate.weight"]
+        merged[f"{start}mlp.experts.gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], 1)
+        merged[f"{start}mlp.experts.down_proj"] = np.stack(down)
+    save(merged, tmp_path / SINGLE)
+    at = opened(tmp_path)
+    for path, x in at.tensors.load(at.wanted).items():
+        np.testing.assert_array_equal(x, imported(name)[2][path], err_msg=path)
+    at = opened(tmp_path, EXPERT_MESH)
+    at.tensors.load(at.wanted)
+    assert at.tensors.bytes_read == sum(x.nbytes for x in merged.values())
+    del merged["model.layers.1.mlp.experts.down_proj"]
+    save(merged, tmp_path / SINGLE)
+    with pytest.raises(ConfigError, match="missing tensors: model.layers.1.mlp.experts.down_proj$"):
+        opened(tmp_path)
 
 
 def written(parameters, name, target, **options):
@@ -261,6 +321,40 @@ PUBLISHED = {
         {"model_type": "olmo2", "attention_bias": False, "rope_theta": 500000},
         {"norm_position": "post", "qk_norm": "projection", "norm_eps": 1e-5},
     ),
+    "Mixtral": (
+        {
+            "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 2, "rope_theta": 1e6, "sliding_window": None, "attention_dropout": 0.0,
+            "output_router_logits": False, "router_aux_loss_coef": 0.02, "tie_word_embeddings": False,
+        },
+        {
+            "num_experts": 8, "experts_per_token": 2, "expert_d_ff": 160, "normalise_top_k": True,
+            "rope_theta": 1e6, "window": 0, "num_kv_heads": 2,
+        },
+    ),
+    "Qwen 3 MoE": (
+        {
+            "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16,
+            "max_window_layers": 48, "use_sliding_window": False, "sliding_window": None,
+            "rope_scaling": None, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+            "attention_bias": False,
+        },
+        {
+            "num_experts": 128, "experts_per_token": 8, "expert_d_ff": 24, "d_ff": 160, "qk_norm": "head",
+            "normalise_top_k": True, "head_dim": 16, "num_kv_heads": 4, "window": 0, "norm_eps": 1e-6,
+        },
+    ),
+    "OLMoE": (
+        {
+            "model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "clip_qkv": None, "attention_bias": False, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+        },
+        {
+            "num_experts": 64, "experts_per_token": 8, "expert_d_ff": 160, "normalise_top_k": False,
+            "qk_norm": "projection", "num_kv_heads": 8, "norm_eps": 1e-5,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -388,6 +482,37 @@ def test_a_field_with_any_other_value_is_refused_or_read(name):
     assert refusals > 60
 
 
+REFUSED_EXPERTS = {
+    "dense between": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: dense layers between"),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: dense layers between"),
+    "windows": (
+        "qwen3_moe",
+        {"max_window_layers": 2},
+        "max_window_layers=2: versions of transformers differ",
+    ),
+    "clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: not supported; required None"),
+    "heads": ("olmoe", {"head_dim": 8}, "head_dim=8: required hidden_size / num_attention_heads = 4"),
+    "shared": (
+        "olmoe",
+        {"shared_expert_intermediate_size": 8},
+        "shared_expert_intermediate_size=8: this field",
+    ),
+    "too many a token": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5 of model.num_exp"),
+    "none": ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: a whole number > 0 is required"),
+    "endless": ("mixtral", {"num_local_experts": 10**9}, "at most 1,000,000 of all layers are supported"),
+    "two counts": ("olmoe", {"num_local_experts": 5}, "num_local_experts=5: num_experts is 4; leave out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_EXPERTS)
+def test_experts_that_are_not_built_are_named(name):
+    kind, changes, text = REFUSED_EXPERTS[name]
+    with pytest.raises(ConfigError) as raised:
+        interop.derive(interop.read_config(FOLDERS / kind) | changes)
+    (fault,) = raised.value.faults
+    assert text in fault
+
+
 def test_all_faults_come_at_once():
     wrong = LLAMA | {"mlp_bias": True, "wat": 1, "rope_scaling": {"rope_type": "yarn"}}
     del wrong["vocab_size"]
@@ -413,6 +538,9 @@ def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
         ({"norm_position": "post", "qk_norm": "projection"}, "olmo2"),
         ({"dropout": 0.3, "z_loss": 1e-4, "init_std": 0.5}, "llama"),  # no matter for logits
         ({"rope_low_factor": 3.0, "max_positions": 77}, "llama"),  # without effect
+        ({"num_experts": 8, "d_ff": 100, "expert_d_ff": 60, "balance": "none"}, "mixtral"),
+        ({"num_experts": 8, "qk_norm": "head", "normalise_top_k": False, "expert_d_ff": 60}, "qwen3_moe"),
+        ({"num_experts": 8, "qk_norm": "projection", "router_z_loss": 1e-3}, "olmoe"),
     ],
 )
 def test_the_family_that_can_express_the_values_is_chosen(changes, family):
@@ -426,6 +554,8 @@ def test_the_family_that_can_express_the_values_is_chosen(changes, family):
         ({"norm": "layer", "gated": False, "activation": "relu"}, "nearest, "),
         ({"embedding_scale": 2.0}, "model.embedding_scale=2.0, there 1.0"),
         ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
+        ({"num_experts": 8, "num_shared_experts": 1}, "model.num_shared_experts=1, there 0"),
+        ({"num_experts": 8, "scores": "sigmoid"}, "model.scores='sigmoid', there 'softmax'"),
     ],
 )
 def test_values_that_no_family_has_are_named(changes, text):

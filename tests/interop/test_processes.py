@@ -12,12 +12,14 @@ from support.paths import SUPPORT
 from support.runs import start_group
 
 SHAPE = {"num_layers": 3, "d_model": 256, "d_ff": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+SPARSE = {"num_experts": 8, "experts_per_token": 2, "expert_d_ff": 96, "norm_eps": 1e-5}
 PROGRAM = SUPPORT / "read_huggingface.py"
 
 
-def write_folder(folder: Path) -> int:
-    """Writes a random Llama of 12 MB in several files; returns the bytes of its tensors."""
-    values = interop.canonical_values(SHAPE | {"vocab_size": 1024, "tie_embeddings": False})
+def write_folder(folder: Path, sparse: bool = False) -> int:
+    """Writes a random Llama or Mixtral of 12 MB in several files; returns the bytes of its tensors."""
+    more = {"vocab_size": 1024, "tie_embeddings": False} | (SPARSE if sparse else {})
+    values = interop.canonical_values(SHAPE | more)
     family, fields = interop.fields_of(values)
     d, f, v, kv, n = 256, 768, 1024, 4, 32
     blocks = {
@@ -31,6 +33,10 @@ def write_folder(folder: Path) -> int:
         "mlp/up": (d, f),
         "mlp/down": (f, d),
     }
+    if sparse:
+        e, f = 8, 96
+        kernels = {"mlp/gate": (e, d, f), "mlp/up": (e, d, f), "mlp/down": (e, f, d)}
+        blocks |= {"mlp/router": (d, e)} | kernels
     shapes = {"embedding": (v, d), "final_norm/scale": (d,), "output": (d, v)}
     shapes |= {f"blocks/{path}": (3, *dims) for path, dims in blocks.items()}
     draw = np.random.default_rng(0)
@@ -51,7 +57,7 @@ def read_together(folder: Path, processes: int, devices_each: int, mesh: str) ->
     started = start_group(command, processes, devices_each)
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started)
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    return [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in said]
 
 
 def test_two_processes_each_read_their_share(tmp_path):
@@ -66,6 +72,19 @@ def test_two_processes_each_read_their_share(tmp_path):
         assert one["read"] == pytest.approx(one["share"], rel=0.02)
         # On CPU the arrays are the host's memory: all of the peak but a piece of one tensor.
         assert one["share"] <= one["peak"] <= one["share"] + one["largest_tensor"]
+    assert found[0]["sum"] == pytest.approx(found[1]["sum"], rel=1e-5)
+
+
+def test_two_processes_each_read_their_experts(tmp_path):
+    """expert 2 over the processes, fsdp 2 x tensor 2 inside: half of all but the norms, each byte once."""
+    total = write_folder(tmp_path, sparse=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mixtral"
+    found = read_together(tmp_path, 2, 4, "expert=2,fsdp=2,tensor=2")
+    for one in found:
+        assert one["processes"] == 2 and one["devices"] == 8
+        assert total / 2 <= one["share"] <= 1.02 * total / 2
+        assert one["read"] == pytest.approx(one["share"], rel=0.001)
     assert found[0]["sum"] == pytest.approx(found[1]["sum"], rel=1e-5)
 
 

@@ -23,6 +23,8 @@ from support.paths import DATA
 FOLDERS = DATA / "huggingface"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file())
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe")  # families
+EXPERT_MESH = {"mesh.data": 1, "mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
 class Opened(NamedTuple):
@@ -52,13 +54,19 @@ def opened(folder, changes=None, devices=8):
     return Opened(spec, rules, mesh, built, tensors, wanted)
 
 
+def first_state(spec):
+    """Returns the model state of a new model: what keeps the load of experts even."""
+    return jax.jit(lambda: spec.init_params(jax.random.key(0))[1])() if spec.model_state else {}
+
+
 def logits(at, trainable, tokens, frozen=None):
     """Returns float32 logits [B, S, V] of a batch of tokens."""
+    model_state = first_state(at.spec)
 
     def forward(trainable, frozen, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         with execution.activate(at.mesh, at.rules):
-            model = at.spec.assemble(trainable, at.spec.model_state, frozen)
+            model = at.spec.assemble(trainable, model_state, frozen)
             return model.forward({"tokens": tokens, "positions": positions})
 
     with jax.default_matmul_precision("highest"):
@@ -141,5 +149,6 @@ def logits_of(spec, trainable, frozen, tokens):
     trainable, frozen = jax.device_get((trainable, frozen))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32)[None], tokens.shape)
     batch = {"tokens": jnp.asarray(tokens, jnp.int32), "positions": jnp.asarray(positions)}
+    state = first_state(spec)
     with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda t, f: spec.assemble(t, {}, f).forward(batch))(trainable, frozen))
+        return np.asarray(jax.jit(lambda t, f: spec.assemble(t, state, f).forward(batch))(trainable, frozen))

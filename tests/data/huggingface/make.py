@@ -1,6 +1,6 @@
 """Writes the folders beside this file with `transformers`: tiny models of every family, and their logits.
 
-    python tests/data/huggingface/make.py
+    python tests/data/huggingface/make.py [NAME ...]    # default: all
 
 All weights are random, norms and biases too: a table that forgets one shows. `logits.npy` are those of
 `tokens.npy`, in float32, by transformers; sequences are longer than the sliding windows.
@@ -9,6 +9,7 @@ All weights are random, norms and biases too: a table that forgets one shows. `l
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,7 +20,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
-SHARD = "8KB"  # of a file, where a folder has several
+SHARD, LARGER = "8KB", {"mixtral": "20KB"}  # of a file, where a folder has several
 SIZES = dict(
     vocab_size=32,
     hidden_size=16,
@@ -65,11 +66,23 @@ def configs(**changes):
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         ),
         "olmo2": t.Olmo2Config(**sizes),
+        "mixtral": t.MixtralConfig(**sizes, num_local_experts=4),
+        "qwen3_moe": t.Qwen3MoeConfig(
+            **sizes,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            head_dim=8,
+            use_sliding_window=True,
+            sliding_window=5,
+        ),
+        "olmoe": t.OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2),
     }
 
 
-BF16 = ("smollm", "qwen2", "phi3")
-SHARDED = ("llama", "gemma3")
+BF16 = ("smollm", "qwen2", "phi3", "olmoe")
+SHARDED = ("llama", "gemma3", "mixtral")
 
 
 def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
@@ -106,6 +119,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for seed, (name, config) in enumerate(configs().items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         dtype = torch.bfloat16 if name in BF16 else torch.float32
@@ -114,7 +129,8 @@ def main() -> None:
             0, config.vocab_size, (1 if name == "smollm" else 2, 12)
         )
         logits = logits_of(model, tokens)
-        model.to(dtype).save_pretrained(folder, max_shard_size=SHARD if name in SHARDED else "1GB")
+        size = LARGER.get(name, SHARD) if name in SHARDED else "1GB"
+        model.to(dtype).save_pretrained(folder, max_shard_size=size)
         np.save(folder / "tokens.npy", tokens.astype(np.int32))
         np.save(folder / "logits.npy", logits)
         if name == "smollm":

@@ -1,0 +1,93 @@
+"""Folders of families with experts: there and back by commands, and what their files have no place for."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxdist import evaluate, interop, train
+from jaxdist.config import ConfigError, trees
+from jaxdist.evaluation import trained_run
+from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.trainer import cli
+from support.huggingface import EXPERTS, FOLDERS, load_all, run_convert
+
+NAMES = [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
+    work, back, source = tmp_path / "work", tmp_path / "back", FOLDERS / name
+    assert run_convert(source, work, "jaxdist") == 0
+    run = trained_run.load_run(work)
+    model = run.config.model
+    (load,) = trees.flatten_names(run.state.model_state).values()
+    assert model["balance"] == "batch" and load.shape == (3, model["num_experts"])
+    np.testing.assert_allclose(load, 1 / model["num_experts"])
+    tokens, expected = np.load(source / "tokens.npy"), np.load(source / "logits.npy")
+    greedy = SamplingConfig(temperature=0.0, end_tokens=(10**6,))
+    found = run._continued(list(tokens), range(len(tokens)), greedy, max_tokens=1)
+    assert [int(one.tokens[0]) for one in found] == expected[:, -1].argmax(-1).tolist()
+    dtype = {"float32": "float32", "bfloat16": "bfloat16"}[str(load_all(source)["model.norm.weight"].dtype)]
+    assert run_convert(work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.00001") == 0
+    before, after = load_all(source), load_all(back)
+    assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 5
+    assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
+    assert interop.derive(old) == interop.derive(new)
+    same = {"architectures", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef"}
+    assert all(old.get(key) == new.get(key) for key in same)
+
+
+def flags(folder, **changes):
+    tokens = folder / "tokens.bin"
+    np.random.default_rng(0).integers(0, 32, 4000).astype(np.uint16).tofile(tokens)
+    given = {
+        "init.from_huggingface": FOLDERS / "mixtral",
+        "data.source": "bin",
+        "data.path": tokens,
+        "train.steps": 2,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "train.max_minutes": 0,
+        "train.sample_tokens": 0,
+        "batch.sequence_length": 16,
+        "batch.global_size": 8,
+        "optimizer.name": "adamw",
+        "optimizer.warmup_steps": 1,
+        "mesh.data": -1,
+        "mesh.expert": 2,
+    }
+    given |= {key.replace("__", "."): value for key, value in changes.items()}
+    return ["--config", "quickstart", *(f"--config.{key}={value}" for key, value in given.items())]
+
+
+def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
+    def resolved(**changes):
+        return cli.parse(train._parser(), flags(tmp_path, **changes))[1].model
+
+    assert resolved()["balance"] == "batch"
+    for chosen in ("bias", "sequence", "none"):
+        assert resolved(model__balance=chosen)["balance"] == chosen
+    chosen = resolved(model__balance_weight=0.5, model__router_z_loss=1e-3, model__capacity_factor=2.0)
+    assert [chosen[key] for key in ("balance_weight", "router_z_loss", "capacity_factor")] == [0.5, 1e-3, 2.0]
+    with pytest.raises(ConfigError, match="model.experts_per_token=1, there 2"):
+        resolved(model__experts_per_token=1)
+
+
+def test_a_bias_of_the_choice_is_left_out_only_when_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    run = tmp_path / "run"
+    chosen = flags(tmp_path, model__balance="bias", data__validation_path=tmp_path / "tokens.bin")
+    assert train.main([*chosen, "--workdir", str(run)]) == 0
+    with pytest.raises(ConfigError) as refused:
+        run_convert(run, tmp_path / "out", "huggingface")
+    (fault,) = refused.value.faults
+    assert "blocks/mlp/choice_bias: " in fault and "model.balance=batch" in fault
+    assert not (tmp_path / "out").exists()
+    assert run_convert(run, tmp_path / "out", "huggingface", "--drop-choice-bias") == 0
+    before, after = load_all(FOLDERS / "mixtral"), load_all(tmp_path / "out")
+    assert before.keys() == after.keys()
+    moved = {key: np.abs(before[key] - after[key]).max() for key in before}
+    assert 0 < min(moved.values()) and max(moved.values()) < 0.1
+    assert evaluate.main(["--workdir", str(run)]) == 0
