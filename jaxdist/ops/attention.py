@@ -4,7 +4,6 @@ Shapes: `B` batch, `S` sequence, `T` new tokens, `H` query heads, `K` kv heads, 
 `N` head size. `attention_backends` chooses what computes it.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,8 +13,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ops import context_attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
 from jaxdist.ops.attention_reference import MASKED, Options, einsum, soft_capped
+from jaxdist.ops.context_attention import Form
 from jaxdist.parallel import execution
 
 OUT = "attention_out"  # name of the result
@@ -35,6 +36,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the keys a token may see, [B, S, H, N] in q's dtype.
 
+    Where devices share out the sequence, `context_attention` chooses how they compute it together.
     Logits and softmax are float32. Query head h reads kv head h // (H / K) (arXiv:2305.13245).
     Nothing of size S^2 is kept for the backward pass, which computes the probabilities again from
     the logsumexp (arXiv:2205.14135). A remat policy that saves "attention_residuals" spares the
@@ -49,35 +51,39 @@ def attention(
 
     Raises:
       AssertionError: arrays of another rank.
+      ConfigError: see `context_attention.choose_form`.
       ValueError: shapes that do not fit, heads that don't group, an unknown implementation, a window
         without causal.
     """
     chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
+    _check_shapes(q_BSHN, k_BSKN, v_BSKN)
+    _check_options(causal, window, implementation)
+    window = window if window and window < q_BSHN.shape[1] else None  # kernels without a window do less
+    options = Options(scale or q_BSHN.shape[3] ** -0.5, causal, softcap, window)
+    form = context_attention.choose_form(q_BSHN.shape)
+    packed = segment_ids_BS is not None
+    backend = BACKENDS.get(implementation) or choose(q_BSHN, options, segments=packed, parts=form.parts)
+    k_BSKN, v_BSKN = (_spread(x, q_BSHN, form.head_shards) for x in (k_BSKN, v_BSKN))
+    run = partial(form.run, backend, options)
+    run = partial(_per_device, run, form) if backend.is_kernel or form.splits_sequence else run
+    return checkpoint_name(run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS), OUT)
+
+
+def _check_shapes(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> None:
     (B, S, H, N), K = q_BSHN.shape, k_BSKN.shape[2]
     if not k_BSKN.shape == v_BSKN.shape == (B, S, K, N):
         raise ValueError(
             f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
             f"[B, S, K, N], [B, S, K, N] with equal B, S and N"
         )
-    _check(H, K, causal, window, implementation)
-    window = window if window and window < S else None  # kernels without a window do less
-    options = Options(scale or N**-0.5, causal, softcap, window)
-    if implementation == "auto":
-        backend = choose(q_BSHN, options, segments=segment_ids_BS is not None)
-    else:
-        backend = BACKENDS[implementation]
-    k_BSKN, v_BSKN = _spread(k_BSKN, q_BSHN), _spread(v_BSKN, q_BSHN)
-    run = partial(backend.run, options=options)
-    run = partial(_per_device, run) if backend.is_kernel else run
-    return checkpoint_name(run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS), OUT)
-
-
-def _check(heads: int, kv_heads: int, causal: bool, window: int | None, implementation: str) -> None:
-    if heads % kv_heads:
+    if H % K:
         raise ValueError(
-            f"attention: {heads} query heads do not group over {kv_heads} kv heads; "
+            f"attention: {H} query heads do not group over {K} kv heads; "
             f"make num_heads a multiple of num_kv_heads"
         )
+
+
+def _check_options(causal: bool, window: int | None, implementation: str) -> None:
     if window is not None and (not causal or window < 1):
         raise ValueError(
             f"attention: window={window}, causal={causal}; a window is >= 1 token and needs causal=True"
@@ -89,36 +95,33 @@ def _check(heads: int, kv_heads: int, causal: bool, window: int | None, implemen
 # --- placement ------------------------------------------------------------------------------------
 
 
-def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array) -> jax.Array:
-    """Returns k with heads repeated just enough to be split like the query heads.
-
-    With tensor=8 and 4 kv heads every one is held twice, so that 8 devices have one each.
-    """
-    shards = execution.current().axis_size("tensor")
+def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
+    """Returns k with heads repeated just enough to be split like the query heads."""
     H, K = q_BSHN.shape[2], k_BSKN.shape[2]
-    if K % shards == 0 or H % shards:
+    copies = context_attention.copied_heads(K, H, shards) // K
+    if copies == 1:
         return k_BSKN
-    copies = math.lcm(K, shards) // K
-    copies = copies if H % (K * copies) == 0 else H // K
     return execution.shard(jnp.repeat(k_BSKN, copies, 2), "batch", "sequence", "kv_heads", None)
 
 
 def _per_device(
     kernel: Callable[..., jax.Array],
+    form: Form,
     q_BSHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """Returns the kernel's result, called with every device's own batch rows and heads.
+    """Returns the kernel's result, called with every device's own batch rows, heads and part of the sequence.
 
     The partitioner can't look into a kernel: without this it would gather all of q, k and v.
     """
     now = execution.current()
     if now.mesh is None:
         return kernel(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
-    q_spec = now.rules.activation(("batch", None, "heads", None), q_BSHN.shape)
-    kv_spec = now.rules.activation(("batch", None, "kv_heads", None), k_BSKN.shape)
+    sequence = "sequence" if form.splits_sequence else None
+    q_spec = now.rules.activation(("batch", sequence, "heads", None), q_BSHN.shape)
+    kv_spec = now.rules.activation(("batch", sequence, "kv_heads", None), k_BSKN.shape)
     specs = (q_spec, kv_spec, kv_spec, P(q_spec[0], None))
     # check_vma: Pallas and cuDNN calls do not say over which axes their results vary.
     region = now.manual_region()

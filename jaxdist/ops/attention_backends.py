@@ -1,7 +1,8 @@
 """The backends of attention: what each supports, and the one place that chooses.
 
 A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences of one device's
-batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first.
+batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first. Where it can, a second
+function (q, k, v, segment_ids, part, options=) -> out is for a part of the queries and all keys.
 """
 
 import math
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.attention_reference import Options, reference
+from jaxdist.ops.attention_reference import Options, Part, reference, reference_of_part
 from jaxdist.parallel import execution
 
 
@@ -22,19 +23,22 @@ class Backend:
     """A way to compute attention, and what it supports."""
 
     run: Callable[..., jax.Array]
+    run_part: Callable[..., jax.Array] | None = None
     platforms: tuple[str, ...] = ("tpu", "gpu", "cpu")
     dtypes: tuple[str, ...] = ()  # of q, k and v; (): any
     head_size_multiple: int = 1
     max_head_size: float = math.inf
     length_multiple: int = 1
+    part_multiple: int = 1  # of the queries of a part
     window: bool = True
     softcap: bool = True
     segments: bool = True
-    split_sequence: bool = False  # devices may share out the sequence
     is_kernel: bool = True  # the partitioner cannot look into it: it is called device by device
 
-    def refusal(self, q_BSHN: jax.Array, options: Options, *, segments: bool = False) -> str | None:
-        """Returns why it cannot compute this in the execution in force, or None."""
+    def refusal(
+        self, q_BSHN: jax.Array, options: Options, *, segments: bool = False, parts: int = 1
+    ) -> str | None:
+        """Returns why it cannot compute this in the execution in force, or None; parts: of the queries."""
         now, dtype, every = execution.current(), str(q_BSHN.dtype), self.length_multiple
         _, length, _, head_size = q_BSHN.shape
         platforms = " and ".join(self.platforms)
@@ -47,16 +51,18 @@ class Backend:
             "a softcap is set": options.softcap is not None and not self.softcap,
             "a window is set": options.window is not None and not self.window,
             "documents are packed": segments and not self.segments,
-            "devices share out the sequence": now.axis_size("context") > 1 and not self.split_sequence,
+            "each device has all keys for a part of the queries": parts > 1 and self.run_part is None,
+            f"{length // parts} queries a device are no multiple of {self.part_multiple}": parts > 1
+            and length // parts % self.part_multiple,
             f"sequence length {length} is not a multiple of {every}": length % every,
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def choose(q_BSHN: jax.Array, options: Options, *, segments: bool) -> Backend:
+def choose(q_BSHN: jax.Array, options: Options, *, segments: bool, parts: int = 1) -> Backend:
     """Returns the first backend that supports this; warns why one for this platform does not."""
     for name, backend in BACKENDS.items():
-        reason = backend.refusal(q_BSHN, options, segments=segments)
+        reason = backend.refusal(q_BSHN, options, segments=segments, parts=parts)
         if reason is None:
             return backend
         if execution.current().platform in backend.platforms:
@@ -71,6 +77,11 @@ def choose(q_BSHN: jax.Array, options: Options, *, segments: bool) -> Backend:
 def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
     splash = extras.load("jaxdist.ops.splash")  # here: Pallas takes a tenth of a start, and only TPUs need it
     return splash.splash_attention(q, k, v, segment_ids, options)
+
+
+def _splash_part(q, k, v, segment_ids, part: Part, *, options: Options) -> jax.Array:
+    splash = extras.load("jaxdist.ops.splash")
+    return splash.splash_attention_of_part(q, k, v, segment_ids, part, options=options)
 
 
 def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
@@ -96,16 +107,16 @@ def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
 
 
 BACKENDS = {
-    "splash": Backend(_splash, ("tpu",)),
+    "splash": Backend(_splash, _splash_part, ("tpu",), part_multiple=128),
     # Limits: jax._src.cudnn.fused_attention.
     "cudnn": Backend(
         _cudnn,
-        ("gpu",),
+        platforms=("gpu",),
         dtypes=("bfloat16", "float16"),
         head_size_multiple=8,
         max_head_size=128,
         length_multiple=2,
         softcap=False,
     ),
-    "reference": Backend(reference, split_sequence=True, is_kernel=False),
+    "reference": Backend(reference, reference_of_part, is_kernel=False),
 }

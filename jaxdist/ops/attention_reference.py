@@ -8,6 +8,7 @@ skips nearly half of the work and no [S, S] array exists. On CPU a layer with it
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -35,24 +36,44 @@ def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _blocks(length: int, options: Options) -> Iterator[tuple[slice, slice]]:
+@dataclass(frozen=True)
+class Part:
+    """Which part of the queries, in order, a call has: number `index` (an array) of `count`."""
+
+    index: jax.Array
+    count: int
+
+    def of(self, x_BS: jax.Array) -> jax.Array:
+        """Returns this part's places of [B, S]."""
+        size = x_BS.shape[1] // self.count
+        return jax.lax.dynamic_slice_in_dim(x_BS, self.index * size, size, 1)
+
+
+def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, slice]]:
     """Yields blocks: rows of queries, and the columns of keys that they see, all of them if not causal.
 
-    At most 8, of at least 64 rows, so that products stay large.
+    At most 8, of at least 64 rows, so that products stay large. A part of the queries, whose place is
+    known at run time only, gets all columns.
     """
     count = max(1, min(8 if length >= 2048 else 4, length // 64))
     bounds = [length * i // count for i in range(count + 1)]
     for start, stop in itertools.pairwise(bounds):
+        if length < keys:
+            yield slice(start, stop), slice(0, keys)
+            continue
         first = 0 if options.window is None else max(0, start - options.window + 1)
         yield slice(start, stop), slice(first, stop if options.causal else length)
 
 
-def _logits(q_BKGSN, k_BKSN, segment_ids_BS, rows: slice, columns: slice, options: Options) -> jax.Array:
+def _logits(
+    q_BKGSN, k_BKSN, segment_ids_BS, part: Part | None, rows: slice, columns: slice, options: Options
+) -> jax.Array:
     """Returns the capped and masked logits of a block, [B, K, G, rows, columns]."""
     s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
     s = soft_capped(s, options.softcap)
     if options.causal:
         row = jnp.arange(rows.start, rows.stop)[:, None]
+        row = row if part is None else row + part.index * q_BKGSN.shape[3]
         column = jnp.arange(columns.start, columns.stop)[None, :]
         seen = row >= column
         if options.window is not None:
@@ -61,7 +82,8 @@ def _logits(q_BKGSN, k_BKSN, segment_ids_BS, rows: slice, columns: slice, option
         s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
     if segment_ids_BS is not None:
         ids = segment_ids_BS[:, None, None]
-        same = ids[..., rows, None] == ids[..., None, columns]
+        own = ids if part is None else part.of(segment_ids_BS)[:, None, None]
+        same = own[..., rows, None] == ids[..., None, columns]
         s = jnp.where(same, s, MASKED)
     return s
 
@@ -88,11 +110,21 @@ def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.A
     return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)[0]
 
 
-def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, index, count: int, options: Options) -> jax.Array:
+    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, Part(index, count))[0]
+
+
+def reference_of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options) -> jax.Array:
+    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N]."""
+    return _of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part.index, part.count, options)
+
+
+def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, part: Part | None = None):
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     outs, logsumexps = [], []
-    for rows, columns in _blocks(q_BSHN.shape[1], options):
-        s = _logits(q, k, segment_ids_BS, rows, columns, options)
+    for rows, columns in _blocks(q_BSHN.shape[1], k_BSKN.shape[1], options):
+        s = _logits(q, k, segment_ids_BS, part, rows, columns, options)
         peak = s.max(-1, keepdims=True)
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
@@ -105,7 +137,7 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options):
     return out_BSHN, (q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp)
 
 
-def _backward(options: Options, residuals, grad_BSHN: jax.Array):
+def _backward(options: Options, residuals, grad_BSHN: jax.Array, part: Part | None = None):
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     B, K, G, S, N = q.shape
@@ -113,9 +145,10 @@ def _backward(options: Options, residuals, grad_BSHN: jax.Array):
     inner = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
     inner = inner.reshape(B, S, K, G).transpose(0, 2, 3, 1)[..., None]
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
-    dqs, dk, dv = [], jnp.zeros((B, K, N, S)), jnp.zeros((B, K, N, S))
-    for rows, columns in _blocks(S, options):
-        s = _logits(q, k, segment_ids_BS, rows, columns, options)
+    keys = k.shape[2]
+    dqs, dk, dv = [], jnp.zeros((B, K, N, keys)), jnp.zeros((B, K, N, keys))
+    for rows, columns in _blocks(S, keys, options):
+        s = _logits(q, k, segment_ids_BS, part, rows, columns, options)
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])
@@ -139,3 +172,17 @@ def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
 
 
 reference.defvjp(_forward, _backward)
+
+
+def _part_forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, index, count: int, options: Options):
+    part = Part(index, count)
+    out_BSHN, residuals = _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, part)
+    return out_BSHN, (residuals, index)
+
+
+def _part_backward(count: int, options: Options, residuals, grad_BSHN: jax.Array):
+    arrays, index = residuals
+    return *_backward(options, arrays, grad_BSHN, Part(index, count)), None
+
+
+_of_part.defvjp(_part_forward, _part_backward)

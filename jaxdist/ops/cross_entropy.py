@@ -6,7 +6,8 @@ there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twic
 may be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at
 the end.
 
-Letters: G batch shards (no dim if there is one), R rows = tokens of a chunk, D model, V vocabulary.
+Letters: G shards of the tokens, of samples and of sequences (no dim if there is one), R rows = tokens of a
+chunk, D model, V vocabulary.
 """
 
 from functools import partial
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.matmul import sum_in_shards, waits_for_sums
 from jaxdist.parallel import execution
+from jaxdist.parallel.context import AXIS
 from jaxdist.protocols.param_names import Names
 
 
@@ -30,7 +32,7 @@ class LossOptions(NamedTuple):
     tied: bool  # head is an embedding table [V, D], not a kernel [D, V]
     z_loss: float
     softcap: float
-    group: tuple[int, ...]  # (batch shards,); () if there is one
+    group: tuple[int, ...]  # (shards of the tokens,); () if there is one
     chunk: int
     axis: str | None  # manual mesh axis that the vocabulary is split over (pipeline stages)
 
@@ -60,22 +62,43 @@ def cross_entropy(
     chex.assert_rank([x_BSD, kernel], [3, 2])
     chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
     chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
-    group, chunk, extra = _chunking(x_BSD.shape, chunk_tokens)
+    shards, parts = _shards(x_BSD.shape)
+    x, targets, weights = (_folded(a, shards, parts) for a in (x_BSD, targets_BS, weights_BS))
+    group, chunk, extra = _chunking(x.shape, shards * parts, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
     options = LossOptions(names, tied, z_loss, softcap, group, chunk, axis)
-    x, targets, weights = x_BSD, targets_BS, weights_BS.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
         targets, weights = (jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights))
     return _cross_entropy(x, kernel, targets, weights, options)
 
 
-def _chunking(dims, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
-    """Returns the batch shards, if there are several, the length of a chunk, and what the last one lacks."""
+def _shards(dims) -> tuple[int, int]:
+    """Returns the shards of [batch, S] over samples, and over sequences."""
+    now = execution.current()
+    shards, parts = now.rules.shape.batch_shards, now.axis_size(AXIS)
+    if dims[0] % shards:
+        return 1, 1
+    return shards, parts if dims[1] % parts == 0 else 1
+
+
+def _folded(x, shards: int, parts: int):
+    """Returns [batch, S, ...] as [batch * parts, S / parts, ...], a device's parts of its samples together.
+
+    A chunk is then cut from what each device has, and not from the sequences that they share out.
+    """
+    if parts == 1:
+        return x
+    x = x.reshape(shards, x.shape[0] // shards, parts, x.shape[1] // parts, *x.shape[2:]).swapaxes(1, 2)
+    x = x.reshape(-1, *x.shape[3:])
+    return execution.shard(x, "tokens", *(None,) * (x.ndim - 1))
+
+
+def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
+    """Returns the shards, if there are several, the length of a chunk, and what the last one lacks."""
     batch, length = dims[0], dims[1]
-    shards = execution.current().rules.shape.batch_shards
-    shards = shards if batch % shards == 0 else 1
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
     chunk = -(-length // count)
@@ -137,7 +160,7 @@ def _over_batch_shards(dhead, dims, options: LossOptions):
     now = execution.current()
     if not options.group or now.mesh is None or now.platform != "tpu":
         return execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
-    rows = now.rules.activation(("batch",), options.group)
+    rows = now.rules.activation(("tokens",), options.group)
     spec = P(*rows, *now.rules.computed(options.names, dims))
     return sum_in_shards(lambda own: own[0], (dhead,), (spec,), rows, options.names, dims)
 
@@ -204,10 +227,10 @@ def _equation(equation: str, options: LossOptions) -> str:
 
 
 def _named(x, last: str | None = None):
-    """Returns rows [(G,) R, ...] constrained to their batch shards."""
-    return execution.shard(x, *("batch", None, last)[-x.ndim :])
+    """Returns rows [(G,) R, ...] constrained to their shards."""
+    return execution.shard(x, *("tokens", None, last)[-x.ndim :])
 
 
 def _head_named(dhead, options: LossOptions):
     dims = ("vocab", None) if options.tied else (None, "vocab")
-    return execution.shard(dhead, *("batch", *dims)[-dhead.ndim :])
+    return execution.shard(dhead, *("tokens", *dims)[-dhead.ndim :])

@@ -78,4 +78,4 @@ def _own_part(indices, table, names: Names):
 
 def _of_group(x, by_width: bool, *last: str):
     """Returns rows (or their indices) on all shards of an fsdp group, if the table is split by width."""
-    return execution.shard(x, "batch_of_group", None, *last) if by_width else x
+    return execution.shard(x, "batch_of_group", "sequence", *last) if by_width else x

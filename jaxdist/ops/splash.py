@@ -6,7 +6,6 @@ jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 
-from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.attention_reference import Options, Part
 from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
@@ -63,6 +62,42 @@ def splash_attention(
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
 
+def splash_attention_of_part(
+    q_BSHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    part: Part,
+    *,
+    options: Options,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N].
+
+    A part has a multiple of 128 queries. The kernel's tables, of the blocks that its mask leaves, are cut by
+    parts; each takes its own at run time.
+    """
+    segments = None
+    if segment_ids_BS is not None:
+        segments = pallas_splash.SegmentIds(part.of(segment_ids_BS), segment_ids_BS)
+    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, part.count)
+
+    def own(table: np.ndarray, dim: int) -> jax.Array:
+        size = table.shape[dim] // part.count
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), part.index * size, size, dim)
+
+    def own_of(info):
+        cut = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}  # dim of queries
+        tables = {name: own(x, dim) for name, dim in cut.items() if (x := getattr(info, name)) is not None}
+        return info._replace(**tables)
+
+    infos, kwargs = kernel.tree_flatten()
+    kernel = type(kernel)(*map(own_of, infos), **kwargs)
+    q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
+    out_BHSN = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+    return out_BHSN.swapaxes(1, 2)
+
+
 def block_size(sequence_length: int) -> int:
     """Returns the largest multiple of 128, at most 512, that divides the (padded) sequence."""
     blocks = range(MAX_BLOCK, LANES, -LANES)
@@ -75,14 +110,15 @@ def _pad(x: jax.Array, length: int, value: int) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(length: int, num_heads: int, options: Options, interpret: bool) -> Callable[..., jax.Array]:
+def _kernel(length: int, num_heads: int, options: Options, interpret: bool, parts: int = 1) -> Any:
     """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
-    Cached, since the walk over the mask's blocks takes seconds for long sequences and a layer is
-    traced several times. Its tables are kept as numpy, so no tracer outlives its trace.
+    Its tables are those of all parts of the queries, one after another. Cached, since the walk over the
+    mask's blocks takes seconds for long sequences and a layer is traced several times. The tables are kept
+    as numpy, so no tracer outlives its trace.
     """
     sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes: dict[str, Any] = dict.fromkeys(sides, block_size(length))
+    sizes: dict[str, Any] = dict.fromkeys(sides, block_size(length // parts))
     mask: pallas_splash.Mask = pallas_splash.FullMask((length, length))
     if options.causal:
         reach = None if options.window is None else options.window - 1
@@ -92,7 +128,7 @@ def _kernel(length: int, num_heads: int, options: Options, interpret: bool) -> C
             pallas_splash.MultiHeadMask([mask] * num_heads),
             block_sizes=pallas_splash.BlockSizes(**sizes),
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=parts,
             attn_logits_soft_cap=options.softcap,
             residual_checkpoint_name=RESIDUALS,
             interpret=interpret,

@@ -20,7 +20,6 @@ class Axis:
     talks: Talks  # how often its devices exchange data
     crosses_slices: bool  # whether it may span slices, over DCN, without mesh.dcn.force
     keeps: int  # rank in which its size is kept on fewer devices, shrinking by divisors; 0: it takes the rest
-    built: bool = True
     advised_up_to: int = 1  # the largest size that `plan` advises to save memory; 1: none
     advice: str = ""  # and what that costs
 
@@ -33,15 +32,15 @@ TABLE = (
     Axis("data", ("batch",), "step", crosses_slices=True, keeps=0),
     Axis("fsdp", ("batch", "parameters"), "layer", crosses_slices=True, keeps=5),
     Axis("expert", ("batch", "experts"), "layer", crosses_slices=False, keeps=4),
-    Axis("context", ("sequence",), "layer", crosses_slices=False, keeps=3, built=False),
+    Axis("context", ("sequence",), "layer", crosses_slices=False, keeps=3),
     Axis("tensor", ("dims",), "layer", crosses_slices=False, keeps=2, advised_up_to=8,
          advice="same losses; two sums of activations a layer, so within fast links only"),
 )  # fmt: skip
 
 AXES = tuple(axis.name for axis in TABLE)
-NOT_YET = tuple(axis.name for axis in TABLE if not axis.built)
 # Those that `plan` varies, and its rules of thumb set: the others stay as a config has them.
-SEARCHED = tuple(axis.name for axis in TABLE if axis.built and "experts" not in axis.splits)
+SEARCHED = tuple(axis.name for axis in TABLE if not {"experts", "sequence"} & set(axis.splits))
+FIXED = tuple(axis.name for axis in TABLE if axis.name not in SEARCHED)
 BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)
 SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
 # Those that share out parameters with their state, as stored: of experts' own kernels the first alone.

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, NOT_YET, PARAMETER_SHARDS
+from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, PARAMETER_SHARDS
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MeshConfig:
     data: int = -1  # replicas of the parameters; -1: the devices that the others leave
     fsdp: int = 1  # shards of parameters, gradients and optimizer state (see zero), >= 1
     expert: int = 1  # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
-    context: int = 1  # shards of the sequence, >= 1
+    context: int = 1  # shards of the sequence, divides batch.sequence_length, >= 1
     tensor: int = 1  # shards of heads, feed-forward and vocabulary, >= 1
     dcn: DcnConfig = field(default_factory=DcnConfig)
     zero: int = 3  # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
@@ -81,14 +81,9 @@ def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> M
     Raises:
       ConfigError: all that is wrong with the sizes, each with its cure.
     """
-    faults = [
-        f"mesh.{axis}={getattr(config, axis)}: not built yet; set mesh.{axis}=1"
-        for axis in NOT_YET
-        if getattr(config, axis) != 1
-    ]
     sizes, size_faults = _fill({a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices")
     dcn, dcn_faults = _fill({a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices")
-    faults += size_faults + dcn_faults
+    faults = size_faults + dcn_faults
     if not size_faults and not dcn_faults:
         faults += _dcn_faults(sizes, dcn, config.dcn.force)
         faults += _zero_faults(config.zero, math.prod(sizes[axis] for axis in PARAMETER_SHARDS))

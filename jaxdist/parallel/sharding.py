@@ -19,6 +19,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
+from jaxdist.parallel.context import AttentionForm
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
 
@@ -31,6 +32,7 @@ class Rules:
     zero: int = 3
     sequence_parallel: bool = False
     vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
+    attention: AttentionForm = "auto"  # over a split sequence
 
     def inside(self, axes: Sequence[str]) -> Rules:
         """Returns the rules in a region manual over mesh axes, where every array is a device's part."""
@@ -72,7 +74,7 @@ class Rules:
     def activation(self, names: Names, dims: Sequence[int]) -> P:
         """Returns the spec of an activation; axes that don't divide a dim are left out."""
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
-        axes |= {"batch": BATCH_AXES, "sequence": SEQUENCE_AXES}
+        axes |= {"batch": BATCH_AXES, "sequence": SEQUENCE_AXES, "tokens": (*BATCH_AXES, *SEQUENCE_AXES)}
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
         axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in PARAMETER_SHARDS)
         axes["width"] = PARAMETER_SHARDS
@@ -189,9 +191,11 @@ def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -
     )
 
 
-def build_rules(config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool = True) -> Rules:
+def build_rules(
+    config: MeshConfig, shape: MeshShape, *, vocab_over_stages: bool = True, attention: AttentionForm = "auto"
+) -> Rules:
     """Returns the rule table for a resolved mesh."""
-    return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages)
+    return Rules(shape, config.zero, config.sequence_parallel, vocab_over_stages, attention)
 
 
 def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

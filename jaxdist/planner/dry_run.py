@@ -31,7 +31,11 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
     say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
     say(build.counts(run, spec))
     say(build.batch_arithmetic(run, shape))
-    for line in (*build.reduction_lines(run, spec, rules), *pipeline_report.lines(run, spec, rules)):
+    for line in (
+        *build.reduction_lines(run, spec, rules),
+        *build.context_lines(run, rules),
+        *pipeline_report.lines(run, spec, rules),
+    ):
         say(line)
     for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
-from jaxdist.parallel.axes import CROSSING_AXES, REST_AXIS, SEARCHED, STATE_AXES, STEP_AXES, divisors
+from jaxdist.parallel.axes import CROSSING_AXES, FIXED, REST_AXIS, SEARCHED, STATE_AXES, STEP_AXES, divisors
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
@@ -144,7 +144,8 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
 
 
 def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
-    total, slices = target.num_devices // max(base.expert, 1), target.num_slices
+    fixed = math.prod(max(getattr(base, axis), 1) for axis in FIXED)
+    total, slices = target.num_devices // fixed, target.num_slices
     varied = [axis for axis in SEARCHED if axis != "fsdp"]  # which takes the rest
     for sizes in product(divisors(total), repeat=len(varied)):
         if total % math.prod(sizes):
@@ -194,7 +195,7 @@ def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
 
 
 def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
-    return build_rules(run.mesh, shape, vocab_over_stages=build.shares_vocabulary(run, spec))
+    return build.rules_for(run, spec, shape)
 
 
 class _Model:

@@ -192,5 +192,5 @@ def split(x: jax.Array, parts: int) -> jax.Array:
     and none has to move to another device.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
-    rows = execution.shard(rows, "batch", *(None,) * (rows.ndim - 1))
+    rows = execution.shard(rows, "batch", None, *(("sequence",) if x.ndim == 2 else (None,) * (x.ndim - 1)))
     return jnp.moveaxis(rows, 1, 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, Sharding
 
@@ -13,12 +14,13 @@ from jaxdist.data.loader import Loader
 from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
+from jaxdist.ops import context_attention
 from jaxdist.optim import schedules
 from jaxdist.parallel import execution
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
-from jaxdist.parallel.sharding import Rules
+from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
 from jaxdist.protocols.param_names import Names
 from jaxdist.step import reduction
@@ -29,6 +31,12 @@ from jaxdist.trainer.run_config import Build, RunConfig
 def shares_vocabulary(run: RunConfig, spec: ModelSpec) -> bool:
     """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know their part."""
     return run.pipeline.edges == "sharded" and spec.casts_itself
+
+
+def rules_for(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Rules:
+    """Returns the rule table of a run on a mesh."""
+    shared = shares_vocabulary(run, spec)
+    return build_rules(run.mesh, shape, vocab_over_stages=shared, attention=run.context.attention)
 
 
 def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
@@ -170,7 +178,18 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     choices = registry.model_hook(run.model_config, "choices") or list
     with execution.activate(built.mesh, built.rules):
         chosen: list[str] = choices()
-    return [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules), *chosen]
+    lines = [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules)]
+    return [*lines, *context_lines(run, built.rules), *chosen]
+
+
+def context_lines(run: RunConfig, rules: Rules) -> list[str]:
+    """Returns the line that says how attention sees sequences that devices share out; none else."""
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    heads, kv_heads, size = (getattr(run.model_config, name, None) for name in names)
+    if not (heads and kv_heads and size and run.data.is_text):
+        return []
+    itemsize = jnp.dtype(run.precision.compute).itemsize
+    return context_attention.explain(rules, run.batch.sequence_length, heads, kv_heads, size, itemsize)
 
 
 def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False) -> list[str]:

@@ -19,6 +19,7 @@ from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
 from jaxdist.optim import schedules
 from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
@@ -90,6 +91,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -122,6 +124,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "mesh.*",
     "remat.*",
     "pipeline.*",
+    "context.*",
     "checkpoint.*",
     "profile.*",
     "watchdog.*",

@@ -9,11 +9,12 @@ import jax
 from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
+from jaxdist.ops import context_attention
 from jaxdist.optim import optimizers
 from jaxdist.optim.config import warmup_faults
 from jaxdist.parallel.mesh import MeshShape, resolve_mesh, slices_of
 from jaxdist.parallel.placement import place
-from jaxdist.parallel.sharding import Rules, build_rules
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
@@ -79,10 +80,10 @@ def validate_on(
     if spec.parameter_count >= LARGEST:
         raise ConfigError([*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"])
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
-    rules = build_rules(run.mesh, shape, vocab_over_stages=run_build.shares_vocabulary(run, spec))
+    rules = run_build.rules_for(run, spec, shape)
     if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
         faults.append(reduction.refusal(why))
-    misfits = [*_pipeline_faults(run, shape, spec), *_expert_faults(shape, spec)]
+    misfits = [*_axis_faults(run, spec, rules)]
     try:
         place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)
     except ConfigError as error:
@@ -92,6 +93,13 @@ def validate_on(
     return shape, rules, spec
 
 
+def _axis_faults(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
+    """Yields which mesh axes the model or the batch is not made for."""
+    yield from _pipeline_faults(run, rules.shape, spec)
+    yield from _expert_faults(rules.shape, spec)
+    yield from _context_faults(run, rules)
+
+
 def _expert_faults(shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
     size = shape.sizes["expert"]
     if size > 1 and not any("experts" in names for _, names in spec.named_parameters().values()):
@@ -99,6 +107,23 @@ def _expert_faults(shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
             f"mesh.expert={size}: {spec.model_class.__name__} has no experts (parameters with a dim of that "
             f"name); set mesh.expert=1, and mesh.fsdp or mesh.data to {size} times its size"
         )
+
+
+def _context_faults(run: RunConfig, rules: Rules) -> Iterator[str]:
+    size, length = rules.shape.sizes["context"], run.batch.sequence_length
+    if size == 1:
+        return
+    if not run.data.is_text:
+        yield f"mesh.context={size}: data.source={run.data.source} has no sequences; set mesh.context=1"
+        return
+    if length % size:
+        legal = " or ".join(str(n) for n in (length // size * size, -(-length // size) * size) if n)
+        yield (
+            f"batch.sequence_length={length} is not divisible by mesh.context={size}; nearest legal lengths: "
+            f"{legal}"
+        )
+    if heads := getattr(run.model_config, "num_heads", None):
+        yield from context_attention.faults(rules, heads)
 
 
 def _merged(faults: Iterable[str]) -> list[str]:

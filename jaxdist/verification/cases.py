@@ -12,7 +12,8 @@ import numpy as np
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.models import experts, registry
-from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED, SEQUENCE_AXES
+from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED
+from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.param_names import FSDP_NAME
 from jaxdist.trainer import run_config, validation
@@ -26,6 +27,7 @@ ONE_DEVICE: dict[str, Any] = (
     {f"mesh.{axis}": 1 for axis in AXES}
     | {f"mesh.dcn.{axis}": 1 for axis in AXES}
     | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
+    | {f"context.{field.name}": field.default for field in dataclasses.fields(ContextConfig)}
     | {f"pipeline.{field.name}": field.default for field in dataclasses.fields(PipelineConfig)}
 )
 
@@ -99,7 +101,7 @@ def with_values(run: RunConfig, overrides: Overrides) -> RunConfig:
 def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     """Returns the layouts of so many devices that are proved, by name, the config's own last."""
     n = num_devices
-    samples = [axis for axis in SEARCHED if axis in (*BATCH_AXES, *SEQUENCE_AXES)]
+    samples = [axis for axis in SEARCHED if axis in BATCH_AXES]
     layouts: dict[str, Overrides] = {f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples}
     for stage in range(3):
         layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
@@ -125,6 +127,8 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
         for stage in (3, 2, 1, 0) if n > 4 else ():
             changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
             layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
+    if run.data.is_text:
+        layouts |= _context_layouts(n, staged, experts=bool(run.model.get("num_experts")))
     if hasattr(run.model_config, "tiny"):
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
@@ -132,6 +136,18 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     if run.model.get("num_experts"):
         layouts |= _expert_layouts(n, staged)
     return layouts | _own_layout(run, n, layouts)
+
+
+def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overrides]:
+    """Returns the layouts whose devices share out sequences."""
+    layouts = _case(context=n) | _case(", gather", {"context.attention": "gather"}, context=n)
+    if n % 4 == 0 and n > 4:
+        layouts |= _case(fsdp=n // 4, context=2, tensor=2)
+        if staged and experts:
+            layouts |= _case(pipeline=2, expert=n // 4, context=2)
+        elif staged:
+            layouts |= _case(pipeline=2, data=n // 4, context=2)
+    return layouts
 
 
 def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
@@ -179,7 +195,7 @@ def _own_layout(run: RunConfig, num_devices: int, others: Mapping[str, Overrides
 
 _NAMED = (  # what a name says besides the mesh's axes
     "pipeline.schedule", "pipeline.chunks", "pipeline.edges",
-    "mesh.zero", "mesh.sequence_parallel", "batch.accumulation",
+    "mesh.zero", "mesh.sequence_parallel", "context.attention", "batch.accumulation",
 )  # fmt: skip
 
 

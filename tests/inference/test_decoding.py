@@ -125,8 +125,9 @@ def test_meshes_and_batches_change_no_token():
         options = dict(max_tokens=7, sampling=sampling, seed=3)
         one = generator(variant)(PROMPTS, **options)
         many = generator(variant, data=2, fsdp=2, tensor=2)(PROMPTS, **options)
+        split = generator(variant, fsdp=2, context=2)(PROMPTS, **options)
         alone = generator(variant)(PROMPTS[2:], samples=[2], **options)
-        for a, b in zip([*one, one[2]], [*many, *alone], strict=True):
+        for a, b in zip([*one, *one, one[2]], [*many, *split, *alone], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
     other = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling, seed=4)
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, other, strict=True))

@@ -110,10 +110,10 @@ def test_reference_equals_definition(shape, options):
 def test_blocks_cover_queries_once_and_causal_skips_keys():
     options = Options(1.0, True, None, None)
     for length in (1, 63, 130, 203, 512, 4096):
-        rows = [rows for rows, _ in attention_reference._blocks(length, options)]
+        rows = [rows for rows, _ in attention_reference._blocks(length, length, options)]
         assert [r.start for r in rows] == [0] + [r.stop for r in rows[:-1]]
         assert rows[-1].stop == length
-    blocks = attention_reference._blocks(512, options)
+    blocks = attention_reference._blocks(512, 512, options)
     work = sum((r.stop - r.start) * (c.stop - c.start) for r, c in blocks)
     assert work <= 0.65 * 512**2
 

@@ -43,6 +43,8 @@ class Layout(NamedTuple):
     tensor: int = 1
     zero: int = 3
     sequence_parallel: bool = False
+    context: int = 1
+    attention: str = "auto"
 
 
 ONE = Layout()
@@ -58,9 +60,11 @@ def rules_and_mesh(layout: Layout) -> tuple[sharding.Rules, jax.sharding.Mesh]:
         tensor=layout.tensor,
         zero=layout.zero,
         sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
     )
     mesh = meshes.build_mesh(config, jax.devices()[: layout.devices])
-    return sharding.build_rules(config, meshes.resolve_mesh(config, layout.devices)), mesh
+    shape = meshes.resolve_mesh(config, layout.devices)
+    return sharding.build_rules(config, shape, attention=layout.attention), mesh
 
 
 @lru_cache

@@ -105,6 +105,10 @@ def test_the_matrix_of_layouts():
         "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 2",
         "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 1",
         "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 0",
+        "context 8",
+        "context 8, gather",
+        "fsdp 2 x context 2 x tensor 2",
+        "pipeline 2 x data 2 x context 2",
         "tensor 8, 4 kv heads",
     ]
     own = quickstart(**{"mesh.tensor": 4, "batch.accumulation": 2})
@@ -332,4 +336,4 @@ QWEN2 = {
 @pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
 def test_the_whole_matrix(changes):
     report = runner.verify_layouts(quickstart(**changes), jax.devices())
-    assert report.passed and len(report.layouts) == 46 and not report.skipped
+    assert report.passed and len(report.layouts) == 54 and not report.skipped

@@ -1,0 +1,148 @@
+"""Attention over a sequence that devices share out over the mesh axis `context`: two forms of it.
+
+heads: an all-to-all gives every device whole sequences of a part of the heads, another gives the results
+back (DeepSpeed-Ulysses, arXiv:2309.14509). Any backend computes it, masks are those of whole sequences, and
+all devices have equal work. gather: every device gets all keys and values, and attends with its own part of
+the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); the last part sees the most keys.
+
+Letters: c size of the axis, else see `attention`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import ConfigError
+from jaxdist.ops.attention_backends import Backend
+from jaxdist.ops.attention_reference import Options, Part
+from jaxdist.parallel import execution
+from jaxdist.parallel.context import AXIS
+from jaxdist.parallel.sharding import Rules
+
+
+@dataclass(frozen=True)
+class Form:
+    """How devices compute attention together."""
+
+    name: str  # "whole": no device has a part of the sequence; else "heads" or "gather"
+    context: int  # devices that share out the sequence
+    head_shards: int  # devices that share out the heads
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.context > 1
+
+    @property
+    def parts(self) -> int:
+        """Returns the parts of the queries, of which a backend sees one with all keys."""
+        return self.context if self.name == "gather" else 1
+
+    def run(self, backend: Backend, options: Options, q, k, v, segment_ids_BS) -> jax.Array:
+        """Returns attention as a device has it: called with its own part of the arrays, ids excepted."""
+        if self.name == "whole":
+            return backend.run(q, k, v, segment_ids_BS, options=options)
+        if self.name == "heads":
+            q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v))
+            out = backend.run(q, k, v, segment_ids_BS, options=options)
+            return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+        assert backend.run_part is not None
+        part = Part(jax.lax.axis_index(AXIS), self.context)
+        return backend.run_part(q, _gathered(k), _gathered(v), segment_ids_BS, part, options=options)
+
+
+def _gathered(k_BSKN: jax.Array) -> jax.Array:
+    """Returns the keys of all devices; their gradients are summed on the way back."""
+    # XLA's CPU backend aborts on the sum in bfloat16, see `execution.sum_over`.
+    wide = k_BSKN.astype(jnp.float32) if execution.current().platform == "cpu" else k_BSKN
+    return jax.lax.all_gather(wide, AXIS, axis=1, tiled=True).astype(k_BSKN.dtype)
+
+
+def choose_form(dims: Sequence[int]) -> Form:
+    """Returns how queries [B, S, H, N] attend in the execution in force.
+
+    Raises:
+      ConfigError: context.attention=heads, and heads that do not divide.
+    """
+    rules = execution.current().rules
+    size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
+    if size == 1 or dims[1] % size:
+        return Form("whole", 1, tensor)
+    if not _heads_divide(rules, dims[2]):
+        if rules.attention == "heads":
+            raise ConfigError(_refusal(rules, dims[2]))
+        return Form("gather", size, tensor)
+    if rules.attention == "gather":
+        return Form("gather", size, tensor)
+    return Form("heads", size, _head_shards(rules, dims[2]))
+
+
+def faults(rules: Rules, heads: int) -> Iterator[str]:
+    """Yields what is wrong with context.attention for so many query heads."""
+    if rules.attention == "heads" and rules.shape.sizes[AXIS] > 1 and not _heads_divide(rules, heads):
+        yield _refusal(rules, heads)
+
+
+def explain(rules: Rules, length: int, heads: int, kv_heads: int, head_size: int, itemsize: int) -> list[str]:
+    """Returns, in lines for users, which form is taken and why: bytes of a layer, a sequence and a device.
+
+    They are those of the forward pass; the backward pass sends them once more, and the keys and values of
+    `gather` twice, if they are computed again.
+
+    Args:
+      length: tokens of a sequence.
+      head_size, itemsize: elements of a head, bytes of an element.
+    """
+    size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
+    if size == 1:
+        return []
+    token, part = head_size * itemsize / 1e6, length // size
+    keys = 2 * copied_heads(kv_heads, heads, tensor) // _shards_of(heads, tensor) * token
+    gather = f"gather sends {keys * part * (size - 1):,.1f} MB, holds all of {keys * length:,.1f} MB"
+    if not _heads_divide(rules, heads):
+        return [f"context {size}: attention by gather: {_indivisible(rules, heads)}; {gather}"]
+    shards = _head_shards(rules, heads)
+    own = 2 * (heads + copied_heads(kv_heads, heads, shards)) // shards * token  # of a whole sequence
+    by_heads = f"heads sends {own * part * (size - 1):,.1f} MB, holds parts of {own * length:,.1f} MB"
+    if rules.attention == "gather":
+        return [f"context {size}: attention by gather: set by context.attention; {gather}; {by_heads}"]
+    why = "set by context.attention" if rules.attention == "heads" else f"{heads} heads divide by {shards}"
+    return [f"context {size}: attention by heads: {why}; {by_heads}; {gather}"]
+
+
+def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
+    """Returns the kv heads when they are repeated just enough to be split like the query heads.
+
+    With 8 shards and 4 kv heads every one is held twice, so that 8 devices have one each.
+    """
+    if kv_heads % shards == 0 or heads % shards:
+        return kv_heads
+    copied = math.lcm(kv_heads, shards)
+    return copied if heads % copied == 0 else heads
+
+
+def _shards_of(heads: int, tensor: int) -> int:
+    return tensor if heads % tensor == 0 else 1
+
+
+def _head_shards(rules: Rules, heads: int) -> int:
+    return rules.shape.sizes[AXIS] * _shards_of(heads, rules.shape.sizes["tensor"])
+
+
+def _heads_divide(rules: Rules, heads: int) -> bool:
+    return heads % _head_shards(rules, heads) == 0
+
+
+def _indivisible(rules: Rules, heads: int) -> str:
+    tensor = _shards_of(heads, rules.shape.sizes["tensor"])
+    product = f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}" if tensor > 1 else rules.shape.sizes[AXIS]
+    return f"{heads} query heads are not divisible by mesh.context={product}"
+
+
+def _refusal(rules: Rules, heads: int) -> str:
+    return (
+        f"context.attention=heads: {_indivisible(rules, heads)}; set context.attention=auto, which takes "
+        f"gather here, or make model.num_heads a multiple of {_head_shards(rules, heads)}"
+    )

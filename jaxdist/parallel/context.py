@@ -1,0 +1,16 @@
+"""How devices share out sequences over the mesh axis `context`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+AXIS = "context"
+AttentionForm = Literal["auto", "heads", "gather"]
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """What attention does where mesh.context splits the sequence."""
+
+    # heads: a device gets whole sequences of some heads; gather: all keys and values for its own queries;
+    # auto: heads where they divide by context x tensor, else gather
+    attention: AttentionForm = "auto"

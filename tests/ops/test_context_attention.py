@@ -1,0 +1,164 @@
+"""Attention over a sequence that devices share out: every form, wherever it is called, equals one device."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import ConfigError
+from jaxdist.ops import context_attention
+from jaxdist.ops.attention import attention
+from jaxdist.ops.attention_reference import Options, Part, reference_of_part
+from jaxdist.ops.splash import splash_attention_of_part
+from jaxdist.parallel import execution
+from support.experts import rules_and_mesh
+
+B, S, N = 4, 64, 8
+
+
+def _arrays(heads: int, kv_heads: int, size: int = N, length: int = S, batch: int = B):
+    rng = np.random.default_rng(0)
+    shapes = ((batch, length, n, size) for n in (heads, kv_heads, kv_heads, heads))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def _segments(batch: int = B, length: int = S):
+    """Three documents and padding in every row, whose ends are no multiple of a shard."""
+    ids = np.zeros((batch, length), np.int32)
+    for row in range(batch):
+        cuts = [length // 5 + row, length // 2 + row, length - 3]
+        for number, (start, stop) in enumerate(itertools.pairwise([0, *cuts]), start=1):
+            ids[row, start:stop] = number
+    return jnp.asarray(ids)
+
+
+def _results(function, arrays):
+    """Returns the output and the gradients of a weighted sum of it."""
+    *qkv, weight = arrays
+
+    def loss(*qkv):
+        out = function(*qkv)
+        return jnp.sum(out.astype(jnp.float32) * weight), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*qkv)
+    return [out, *gradients]
+
+
+def _worst(got, wanted) -> float:
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(got, wanted, strict=True))
+
+
+def _sharded(form: str, sizes: dict, **options):
+    rules, mesh = rules_and_mesh(attention=form, **sizes)
+
+    def run(q, k, v):
+        with execution.activate(mesh, rules):
+            return _named(q, k, v, **options)
+
+    return run
+
+
+def _named(q, k, v, **options):
+    q = execution.shard(q, "batch", "sequence", "heads", None)
+    k, v = (execution.shard(x, "batch", "sequence", "kv_heads", None) for x in (k, v))
+    return execution.shard(attention(q, k, v, **options), "batch", "sequence", "heads", None)
+
+
+# sizes of the axes, heads, kv heads, forms
+LAYOUTS = {
+    "context": ({"context": 8}, 8, 4, ("heads", "gather")),
+    "one_kv_head": ({"context": 8}, 8, 1, ("heads", "gather")),
+    "mixed": ({"fsdp": 2, "context": 2, "tensor": 2}, 8, 4, ("heads", "gather")),
+    "copied_kv_heads": ({"context": 4, "tensor": 2}, 24, 6, ("heads", "gather")),
+    "indivisible": ({"data": 2, "context": 4}, 6, 3, ("gather", "auto")),
+    "tensor_does_not_divide": ({"context": 2, "tensor": 4}, 6, 2, ("heads", "gather")),
+}
+OPTIONS = {"packed": {"segment_ids_BS": _segments(), "softcap": 2.0}, "window": {"window": 20, "scale": 0.3}}
+CASES = {
+    f"{name}-{form}": (sizes, H, K, form) for name, (sizes, H, K, forms) in LAYOUTS.items() for form in forms
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("sizes", "heads", "kv_heads", "form"), CASES.values(), ids=CASES)
+def test_layouts_equal_one_device(sizes, heads, kv_heads, form, options):
+    arrays = _arrays(heads, kv_heads)
+    wanted = _results(functools.partial(attention, **options), arrays)
+    got = _results(_sharded(form, sizes, **options), arrays)
+    assert _worst(got, wanted) < 2e-6
+    devices = 8 // sizes.get("tensor", 1) if heads % sizes.get("tensor", 1) else 8
+    assert got[0].addressable_shards[0].data.size * devices == got[0].size  # each has its own part
+
+
+@pytest.mark.parametrize("form", ["heads", "gather"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_a_region_of_other_axes(form, dtype):
+    """As a pipeline's stages call it, which take gradients inside."""
+    *qkv, weight = _arrays(8, 4)
+    arrays = [*(x.astype(dtype) for x in qkv), weight]
+    wanted = _results(functools.partial(attention, **OPTIONS["packed"]), arrays)
+    rules, mesh = rules_and_mesh(attention=form, pipeline=2, context=2, tensor=2)
+    local = functools.partial(_results, functools.partial(_named, **OPTIONS["packed"]))
+
+    def run(arrays):
+        with execution.activate(mesh, rules):
+            return execution.region(local, ("pipeline",), in_specs=P(), out_specs=P())(arrays)
+
+    assert _worst(jax.jit(run)(arrays), wanted) < (2e-6 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 130, "softcap": 2.0}], ids=str)
+def test_the_kernel_of_a_part_interpreted_equals_the_reference(options):
+    """Tables of the kernel's blocks are cut by parts; the first has the fewest."""
+    shaped = Options(64**-0.5, True, None, None)._replace(**options)
+    q, k, v, weight = _arrays(2, 1, 64, 512, 1)
+    ids = _segments(1, 512)
+
+    def of_parts(function, count, **more):
+        def run(q, k, v):
+            size = 512 // count
+            cut = [(Part(jnp.int32(i), count), q[:, i * size : (i + 1) * size]) for i in range(count)]
+            outs = [function(own, k, v, ids, part, options=shaped, **more) for part, own in cut]
+            return jnp.concatenate(outs, 1)
+
+        return _results(run, (q, k, v, weight))
+
+    wanted = _results(functools.partial(attention, segment_ids_BS=ids, **options), (q, k, v, weight))
+    assert _worst(of_parts(reference_of_part, 4), wanted) < 2e-6
+    assert _worst(of_parts(splash_attention_of_part, 2, interpret=True), wanted) < 1e-5
+
+
+def _rules(form: str, **sizes):
+    return rules_and_mesh(attention=form, **sizes)[0]
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_auto_takes():
+    rules, mesh = rules_and_mesh(attention="heads", context=4, tensor=2)
+    (text,) = context_attention.faults(rules, 12)
+    assert "12 query heads" in text and "mesh.context=4 x mesh.tensor=2" in text and "takes gather" in text
+    with pytest.raises(ConfigError, match="multiple of 8"), execution.activate(mesh, rules):
+        attention(*_arrays(12, 12)[:3])
+    assert not [*context_attention.faults(_rules("auto", context=4, tensor=2), 12)]
+    assert not [*context_attention.faults(_rules("heads", context=4, tensor=2), 16)]
+
+
+def test_the_choice_is_explained_in_bytes():
+    shape = (8192, 32, 8, 128, 2)  # bfloat16
+    assert not context_attention.explain(_rules("auto"), *shape)
+    (text,) = context_attention.explain(_rules("auto", context=8), *shape)
+    # A device's 1,024 places: 32 + 32 + 8 + 8 heads of 256 bytes, 7 / 8 of them for others.
+    assert "by heads" in text and f"heads sends {1024 * 80 * 256 * 7 / 8 / 1e6:,.1f} MB" in text
+    assert f"gather sends {1024 * 16 * 256 * 7 / 1e6:,.1f} MB" in text
+    assert f"holds all of {8192 * 16 * 256 / 1e6:,.1f} MB" in text
+    (text,) = context_attention.explain(_rules("auto", context=8), 8192, 12, 4, 128, 2)
+    assert "by gather: 12 query heads are not divisible" in text
+
+
+def test_a_sequence_that_does_not_divide_stays_whole():
+    arrays = _arrays(4, 2, length=30)
+    wanted = _results(attention, arrays)
+    assert _worst(_results(_sharded("heads", {"context": 4, "data": 2}), arrays), wanted) < 2e-6
