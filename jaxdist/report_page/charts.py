@@ -182,6 +182,8 @@ def _y_range(ys: Sequence[float], from_zero: bool) -> tuple[float, float]:
         cut = -(-len(ordered) // 100) if len(ordered) >= 20 else 0
         return min(0.0, ordered[cut]), max(0.0, ordered[-1 - cut] * 1.08) or 1.0
     low, high = ordered[0], ordered[-1]
+    if low == high == 0:
+        return 0.0, 1.0
     room = 0.04 * (high - low)
     if room < 1e-9 * abs(high):
         room = 0.1 * abs(high)

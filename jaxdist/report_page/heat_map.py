@@ -50,8 +50,9 @@ def heat_map(
     marks = ""
     for y in _ticks(high, most=bottom / 18):
         place = f'x="{_LEFT - 8}" y="{_TOP + (y + 0.5) * cell_h:.1f}" dy="4"'
-        marks += f'<text class="end" {place}>{y}</text>'
-    for x in _ticks(wide, most=wide * cell_w / 60):
+        marks += f'<text class="end" {place}>{y if y else f"{html.escape(rows)} 0"}</text>'
+    longest = max(len(tick_text(place, 1)) for place in places)
+    for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
         place = f'x="{_LEFT + (x + 0.5) * cell_w:.1f}" y="{bottom + 16:.1f}"'
         marks += f'<text class="middle" {place}>{tick_text(places[x], 1)}</text>'
     marks += f'<text class="end" x="{_LEFT - 8}" y="{bottom + 16:.1f}">{html.escape(columns)}</text>'

@@ -229,7 +229,7 @@ def _band_card(
         edges = replace(of_run["min"], style="raw"), replace(of_run["max"], style="raw")
         curves += [of_run["mean"], *edges]
         bands.append(edges)
-        ends = [_brief(of_run[figure].y[-1]) for figure in ("mean", "min", "max")]
+        ends = [f"{of_run[figure].y[-1]:.4g}" for figure in ("mean", "min", "max")]
         last += f'<span class="last">{key}{ends[0]} ({ends[1]} to {ends[2]})</span> '
     if not curves:
         return ""
