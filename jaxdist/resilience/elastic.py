@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxdist.parallel.axes import AXES, BATCH_AXES, KEPT_AXES, REST_AXIS, divisors
+from jaxdist.parallel.axes import AXES, BATCH_AXES, KEPT_AXES, PARAMETER_SHARDS, REST_AXIS, divisors
 from jaxdist.telemetry.metrics import read_events
 
 _LARGEST = 1 << 24  # size of an axis or a batch; more would keep `divisors` busy
@@ -104,7 +104,8 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
     layout = fit_config(dataclasses.asdict(run), devices=devices, full_devices=full_devices)
     if layout is None:
         return run  # what is wrong is said where every config is checked
-    zero = 3 if run.mesh.zero in (1, 2) and layout.axes["fsdp"] == 1 else run.mesh.zero
+    shards = math.prod(layout.axes[axis] for axis in PARAMETER_SHARDS)
+    zero = 3 if run.mesh.zero in (1, 2) and shards == 1 else run.mesh.zero
     mesh = dataclasses.replace(run.mesh, **layout.axes, zero=zero)
     batch = dataclasses.replace(run.batch, accumulation=layout.accumulation)
     return dataclasses.replace(run, mesh=mesh, batch=batch)

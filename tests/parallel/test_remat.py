@@ -1,5 +1,6 @@
 """Remat policies: what they refuse, and that gradients do not depend on them, on the host or not."""
 
+import dataclasses
 import functools
 
 import jax
@@ -36,10 +37,10 @@ def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
     }
 
 
-def gradients(policy: str):
+def gradients(policy: str, model: TransformerConfig = CONFIG, **sizes: int):
     """Returns the jitted gradient function of a small model and its argument."""
-    graph, state = nnx.split(Transformer(CONFIG, rngs=nnx.Rngs(0)))
-    config = meshes.MeshConfig(data=1, fsdp=4, tensor=2)
+    graph, state = nnx.split(Transformer(model, rngs=nnx.Rngs(0)))
+    config = meshes.MeshConfig(data=1, **(sizes or {"fsdp": 4, "tensor": 2}))
     mesh = meshes.build_mesh(config)
     rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size))
 
@@ -64,6 +65,18 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     assert (moved > 0) == ("offload" in policy)
     for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_experts_have_the_same_gradients_with_activations_on_the_host():
+    experts = {"num_experts": 4, "expert_d_ff": 32, "num_shared_experts": 1}
+    model = dataclasses.replace(CONFIG, num_layers=2, **experts)
+    policies = ("none", "save:attention_residuals,mlp_up+offload:block_input,mlp_out")
+    kept, moved = (gradients(policy, model, fsdp=2, expert=4) for policy in policies)
+    assert str(moved[0].trace(moved[1]).jaxpr).count("device_put[") >= 2  # to the host, and back
+    for found, expected in zip(
+        jax.tree.leaves(moved[0](moved[1])), jax.tree.leaves(kept[0](kept[1])), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

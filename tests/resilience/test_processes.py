@@ -14,7 +14,7 @@ from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import StopSignals
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
-from jaxdist.trainer import run_config
+from jaxdist.trainer import run_config, validation
 from support.runs import command, environment, last_step, losses, start_group, train
 
 LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -185,6 +185,18 @@ def elastic_run(**settings):
     config = run_config.default_config()
     config.update_from_flattened_dict({"batch.global_size": 24} | settings)
     return run_config.from_config(config)
+
+
+def test_fewer_devices_share_out_experts_evenly():
+    run = elastic_run(**{"model.num_experts": 8, "mesh.expert": 4, "mesh.fsdp": 2, "mesh.zero": 1})
+    found = {n: elastic.refit(run, devices=n, full_devices=8) for n in (4, 3, 6, 1)}
+    sizes = {n: (r.mesh.data, r.mesh.fsdp, r.mesh.expert, r.mesh.zero) for n, r in found.items()}
+    assert sizes == {4: (1, 1, 4, 1), 3: (3, 1, 1, 3), 6: (3, 1, 2, 1), 1: (1, 1, 1, 3)}
+    for devices, smaller in found.items():
+        validation.validate_on(smaller, devices)  # a legal config
+    assert {run_config.run_fingerprint(smaller) for smaller in (run, *found.values())} == {
+        run_config.run_fingerprint(run)
+    }
 
 
 def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():

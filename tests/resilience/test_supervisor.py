@@ -467,6 +467,9 @@ def test_a_refit_prefers_model_shards_and_says_when_nothing_fits():
     assert fit(2, fsdp=4) == ({"fsdp": 2}, 2)
     assert fit(3, fsdp=4) == ({"data": 3}, 2)
     assert fit(2, tensor=2, fsdp=2) == ({"tensor": 2}, 2)
+    assert fit(4, fsdp=2, expert=4) == ({"expert": 4}, 2)
+    assert fit(6, expert=8) == ({"data": 3, "expert": 2}, 2)
+    assert fit(3, expert=8) == ({"data": 3}, 4)
     assert fit(3, global_size=8, data=4) is None
     assert fit(8, data=4) == ({"data": 8}, 1)  # more than it was written for
 
