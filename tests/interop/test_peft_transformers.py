@@ -19,12 +19,13 @@ from jaxdist.interop import peft as ours  # noqa: E402
 from jaxdist.models import lora  # noqa: E402
 from jaxdist.models.lora import LoraConfig  # noqa: E402
 from jaxdist.protocols.model_spec import describe  # noqa: E402
-from support.huggingface import loaded, logits_of, shapes_of  # noqa: E402
+from support.huggingface import EXPERTS, loaded, logits_of, shapes_of  # noqa: E402
 from support.transformers_folders import NAMES, made, make  # noqa: E402
 
 RANK, ALPHA = 4, 10
 # PEFT's own choice of layers, and ours of the same kernels.
 CHOICES = {name: (["q_proj", "v_proj", "down_proj"], ("query", "value", "down")) for name in NAMES}
+CHOICES |= dict.fromkeys(EXPERTS, (["q_proj", "v_proj", "o_proj"], ("query", "value", "out")))
 CHOICES["gpt2"] = (["c_attn", "mlp.c_fc"], ("query", "key", "value", "up"))
 CHOICES["phi3"] = ("all-linear", (".*",))
 

@@ -13,13 +13,14 @@ transformers = pytest.importorskip("transformers")
 from jaxdist import convert, interop  # noqa: E402
 from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
+from jaxdist.models import experts  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
 from jaxdist.trainer import (  # noqa: E402
     pretrained,
     run_config,  # noqa: E402
     trainer,
 )
-from support.huggingface import FOLDERS, MESH, compare, load_all  # noqa: E402
+from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
 from support.transformers_folders import LENGTH, NAMES, made, make  # noqa: E402
 
 
@@ -55,6 +56,11 @@ def check(folder, target, original, changes):
     assert np.abs(after - np.load(folder / "logits.npy")).max() <= 1e-6
 
 
+def mesh_of(name):
+    return EXPERT_MESH if name in EXPERTS else MESH
+
+
+SPARSE = [pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS]
 DEFAULT = ("gemma2", "phi3")  # the other families take longer than the default suite may
 SOME = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
@@ -67,22 +73,54 @@ def test_a_model_comes_in_and_goes_out(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_comes_in_on_eight_devices(name, tmp_path):
-    check(tmp_path, tmp_path / "out", made(name, tmp_path), MESH)
+    check(tmp_path, tmp_path / "out", made(name, tmp_path), mesh_of(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [None, MESH], ids=["one", "eight"])
+@pytest.mark.parametrize("eight", [False, True], ids=["one", "eight"])
 @pytest.mark.parametrize("name", NAMES)
-def test_tied_the_other_way_in_bfloat16_and_many_files(name, changes, tmp_path):
+def test_tied_the_other_way_in_bfloat16_and_many_files(name, eight, tmp_path):
     original = made(name, tmp_path, flip=True, dtype=torch.bfloat16, shard="10KB")
     tied = interop.derive(interop.read_config(tmp_path))[1]["tie_embeddings"]
     assert tied != interop.derive(make.configs()[name].to_dict())[1]["tie_embeddings"]
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert {str(x.dtype) for x in load_all(tmp_path).values()} == {"bfloat16"}
-    check(tmp_path, tmp_path / "out", original, changes)
+    check(tmp_path, tmp_path / "out", original, mesh_of(name) if eight else None)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smollm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
+    """All of them, in order of their weights; and folders with merged experts are read as the same."""
+    model = made(name, tmp_path)
+    with torch.no_grad():
+        tokens = torch.tensor(np.load(tmp_path / "tokens.npy"))
+        scores = model(tokens, output_router_logits=True).router_logits
+    k, chosen = model.config.num_experts_per_tok, list[np.ndarray]()
+    expected = [np.asarray(layer.softmax(-1).topk(k).indices) for layer in scores]
+    real = experts.route
+
+    def noted(*arguments, **options):
+        routing = real(*arguments, **options)
+        jax.debug.callback(lambda ids: chosen.append(np.asarray(ids)), routing.ids, ordered=True)
+        return routing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "route", noted)
+        assert compare(tmp_path)[0] <= 1e-5
+        jax.effects_barrier()
+    assert len(chosen) == len(expected) == 4
+    for ours, theirs in zip(chosen, expected, strict=True):
+        np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs)
+    before = load_all(tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert len(load_all(tmp_path)) < len(before) - 20 and compare(tmp_path)[0] <= 1e-5
+    assert compare(tmp_path, EXPERT_MESH)[0] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "smollm", *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS)]
+)
 def test_the_command_there_and_back(name, tmp_path):
     """transformers -> workdir -> transformers, its tokenizer too."""
     source = FOLDERS / name
@@ -97,7 +135,9 @@ def test_the_command_there_and_back(name, tmp_path):
     assert np.abs(found - np.load(source / "logits.npy")).max() <= 1e-6
     original = transformers.AutoConfig.from_pretrained(source).to_dict()
     written = model.config.to_dict()
-    assert {key for key in original if original[key] != written[key]} <= {"dtype", "_name_or_path"}
+    changed = {key for key in original if original[key] != written[key]}
+    assert changed - {"head_dim"} <= {"dtype", "_name_or_path"}
+    assert "head_dim" not in changed or original["head_dim"] is None
     if name == "smollm":
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         assert (
@@ -123,12 +163,13 @@ def test_the_text_part_of_a_multimodal_gemma(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
 def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     steps, size, rate, decay = 20, 8, 3e-3, 0.1
     source = tmp_path / "source"
     source.mkdir()
     model = made(name, source).eval()  # no dropout
+    model.get_input_embeddings().padding_idx = None  # else torch trains no token of that id
     vocab = model.config.vocab_size
     np.random.default_rng(3).integers(0, vocab, 8000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
     config = run_config.default_config()
@@ -152,6 +193,8 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
             "checkpoint.save_at_end": False,
         }
     )
+    if name in EXPERTS:
+        config.model.balance, config.mesh.expert = "none", 2
     pretrained.apply_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
