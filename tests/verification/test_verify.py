@@ -12,6 +12,8 @@ from flax import nnx
 
 from jaxdist import verify
 from jaxdist.config import EXIT_CONFIG, ConfigError, files, schema
+from jaxdist.models import experts
+from jaxdist.ops.experts import route
 from jaxdist.trainer import cli, run_config, validation
 from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
@@ -206,6 +208,83 @@ def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float
 def test_leaves_of_rounding_alone_are_found():
     gradients = {"a": np.array([1.0]), "noise": np.array([1e-7]), "zero": np.array([0.0])}
     assert rounding_alone(gradients) == {"noise"}
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+EXPERTS = {"model.num_experts": 16, "model.experts_per_token": 2, "model.expert_d_ff": 96}
+
+
+def with_experts(**changes) -> run_config.RunConfig:
+    return cases.shrink_config(quickstart(**EXPERTS | changes), 8)[0]
+
+
+def test_the_experts_of_each_token_are_drawn_or_left_to_the_routers():
+    run = with_experts()
+    batches = cases.batches(run, num_layers=5)
+    chosen, given, skewed = (batches[name][experts.GIVEN_IDS] for name in ("chosen", "given", "skewed"))
+    assert {ids.shape for ids in (chosen, given, skewed)} == {(32, 32, 5, 2)} and (chosen == -1).all()
+    assert (given[..., 0] != given[..., 1]).all() and (skewed[..., 0] != skewed[..., 1]).all()
+    E = run.model["num_experts"]
+    assert np.bincount(given.ravel(), minlength=E).min() > 0.8 * given.size / E
+    assert set(np.unique(skewed)) == set(range(E // 4))
+    assert len(np.unique(given.reshape(-1, 2), axis=0)) == E * (E - 1)  # tokens and layers differ
+    assert list(cases.batches(quickstart(), num_layers=5)) == [""]
+    whole = with_experts(**{"model.experts_per_token": 16})
+    assert cases.batches(whole, 2)["skewed"][experts.GIVEN_IDS].shape[-1] == 8  # all of them, of eight
+
+
+def test_low_precision_and_uneven_loads_have_their_rows():
+    run, layouts = with_experts(), cases.layouts_for(with_experts(), 8)
+    rows = {
+        (name, precision): cases.routings(run, precision, layout)
+        for name, layout in layouts.items()
+        for precision in BANDS
+    }
+    assert rows["fsdp 8", "float32"] == ("chosen",) and rows["fsdp 8", "bfloat16"] == ("given",)
+    assert rows["expert 8", "float32"] == ("chosen", "skewed")
+    assert rows["pipeline 2 x expert 4", "bfloat16"] == ("given", "skewed")
+    assert {name for (name, _), said in rows.items() if "skewed" in said} == {
+        n for n in layouts if "expert" in n
+    }
+    assert cases.routings(quickstart(), "bfloat16", {"mesh.expert": 2}) == ("",)
+
+
+def test_given_experts_are_taken_with_the_routers_weights():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    free = route(logits, 2)
+    held = jnp.full((2, 3, 2), -1).at[0, 1].set(jnp.array([7, 4]))
+    mixed = route(logits, 2, given=held)
+    assert mixed.ids[0, 1].tolist() == [7, 4]
+    scores = jax.nn.softmax(logits)[0, 1, jnp.array([7, 4])]
+    np.testing.assert_allclose(mixed.weights[0, 1], scores / scores.sum(), rtol=1e-6)
+    others = np.ones((2, 3), bool)
+    others[0, 1] = False
+    np.testing.assert_array_equal(mixed.ids[others], free.ids[others])
+    np.testing.assert_array_equal(mixed.weights[others], free.weights[others])
+
+
+@pytest.mark.parametrize("wrong", [{"load": np.ones((2, 3))}, {"state": {"bias": np.array([1e-30])}}])
+def test_an_expert_s_load_or_bias_that_differs_is_a_failure(wrong):
+    right = observed()._replace(state={"bias": np.zeros(1)}, load=np.zeros((2, 3)))
+    expected = dict.fromkeys(BANDS, right)
+    assert compare("x", "float32", right, expected, (), routing="chosen").passed
+    result = compare("x", "float32", right._replace(**wrong), expected, (), routing="chosen")
+    assert not result.passed and "loads differ" in comparison.row(result)
+    held = dataclasses.replace(result, passed=True, load_equal=True, routing="given")
+    assert comparison.row(held).endswith("equal, routing held fixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["bias", "batch"])
+def test_layouts_that_share_out_experts_are_equal(balance):
+    """Packed documents, and local layers between global ones."""
+    changes = {"model.balance": balance, "data.packing": "documents"}
+    changes |= {"model.window": 8, "model.layer_pattern": ("local", "global")}
+    report = runner.verify_layouts(quickstart(**EXPERTS | changes), jax.devices(), only="expert")
+    assert report.passed and len(report.layouts) == 4 * 8 and not report.skipped
+    assert {row.routing for row in report.layouts} == {"chosen", "given", "skewed"}
+    assert all(row.grad_error < 2e-6 for row in report.layouts if row.precision == "float32")
 
 
 # --- the proof ------------------------------------------------------------------------------------
