@@ -10,7 +10,7 @@ does, recomputation included: the numerator of HFU).
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -61,13 +61,16 @@ def transformer_flops_per_token(
 
 # --- jaxprs ---------------------------------------------------------------------------------------
 
+# By name, functions with a gradient of their own whose loops follow the data: (abstract arguments) -> FLOPs.
+COSTS: dict[str, Callable[[Sequence[Any]], float]] = {}
+
 
 def jaxpr_flops(jaxpr: Any) -> float:
     """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops multiplied out.
 
-    scan counts length x body; while once; cond its dearest branch; shard_map its body x the manual
-    axes; pallas_call its kernel x the grid (blocks that the kernel skips count as done). Attention
-    counts in full, as written.
+    scan counts length x body; while once (functions in `COSTS` have their own count); cond its dearest
+    branch; shard_map its body x the manual axes; pallas_call its kernel x the grid (blocks that the kernel
+    skips count as done). Attention counts in full, as written.
     """
     return sum(map(_equation_flops, _open(jaxpr).eqns), 0.0)
 
@@ -78,6 +81,10 @@ def _equation_flops(equation: Any) -> float:
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
         return count(lhs, rhs, equation.outvars[0].aval.shape, params)
+    if name == "custom_vjp_call":
+        cost = COSTS.get(params["call_jaxpr"].jaxpr.debug_info.func_name)
+        if cost is not None:
+            return cost([variable.aval for variable in equation.invars])
     if name == "cond":
         return max(map(jaxpr_flops, params["branches"]))
     # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among their parameters

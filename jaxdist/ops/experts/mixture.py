@@ -25,6 +25,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
+from jaxdist.telemetry import flops
 
 INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
@@ -103,7 +104,7 @@ def experts(
     _check(x_BSD, ids_BSk, weights_BSk, kernels, exchange, slack, capacity_factor)
     options = _Options(names, activation, exchange, slack, capacity_factor)
     masks = [None if mask is None else mask.astype(bool) for mask in (valid_BS, counted_BS)]
-    out, stats = _experts(x_BSD, ids_BSk, weights_BSk.astype(jnp.float32), *masks, kernels, options)
+    out, stats = jaxdist_experts(x_BSD, ids_BSk, weights_BSk.astype(jnp.float32), *masks, kernels, options)
     return Output(out, stats)
 
 
@@ -256,7 +257,7 @@ def _gathered(kernels: Kernels, names: Kernels, dtype) -> Kernels:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _experts(x, ids, weights, valid, counted, kernels: Kernels, options: _Options):
+def jaxdist_experts(x, ids, weights, valid, counted, kernels: Kernels, options: _Options):
     return _forward(x, ids, weights, valid, counted, kernels, options)[0]
 
 
@@ -312,7 +313,16 @@ def _backward(options: _Options, residuals, cotangents):
     return dx, None, dweights, None, None, gradients
 
 
-_experts.defvjp(_forward, _backward)
+jaxdist_experts.defvjp(_forward, _backward)
+
+
+def _flops(arguments: Sequence[Any]) -> float:
+    """Returns the forward FLOPs of the chosen experts: no program says how long its loops are."""
+    ids, kernels = arguments[1], [a for a in arguments[3:] if a.ndim == 3]  # masks have two dims
+    return 2.0 * ids.size * sum(math.prod(kernel.shape[1:]) for kernel in kernels)
+
+
+flops.COSTS["jaxdist_experts"] = _flops
 
 
 def _local_backward(x, ids, weights, dout, order, products, kernels: Kernels, *, place: _Placement):
