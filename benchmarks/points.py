@@ -4,7 +4,8 @@ Each point has the run (a shipped config and overrides), the target, the compile
 with, and its step time. `peer` is MaxText (snapshot of 2026-08-22), compiled unchanged for that target by
 jax 0.12.0.1 and libtpu 0.0.50.1, with an estimator that charged the backward kernels of attention 2.5
 forward passes, one kernel or two, at half the peak everywhere. `jaxdist.planner.timing` charges two kernels
-3.5, and on v6e a quarter of the peak: `recharged_s` is what that adds to the peer's three numbers.
+3.5, and on v6e a quarter of the peak: `recharged_s` is what that adds to the peer's three numbers. Both
+charge grouped products 0.8 of the peak.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ _32B, _64B, _128B = (
     _scaled(64, 8192, 57_344, 128),
 )
 _OUTPUTS = "query,key,value,attention_projection"
+_OFFLOADED = f"offload:block_input,{_OUTPUTS}"
 _MINIMAL = f"save:{_OUTPUTS},mlp_gate,mlp_up"  # what the peer's `minimal` keeps that a backward pass reads
 
 POINTS: tuple[Point, ...] = (
@@ -159,7 +161,7 @@ POINTS: tuple[Point, ...] = (
     ),
     _point(
         "llama3.1-8b-v6e-256", "llama3_8b", "v6e:16x16", (1024, 8192), (256, 1),
-        f"offload:block_input,{_OUTPUTS}", model={"model.rope_factor": 8.0},
+        _OFFLOADED, model={"model.rope_factor": 8.0},
         flags=_VMEM | _DATA_PARALLEL | _OVERLAP | _REDUCE_SCATTER_LAYOUT,
         published_s=4.546, published="4.546 s, 7207 tokens/s/chip",
         source=_RECIPES + "Llama3.1-8B-MaxText/v6e-256", peer=Peer(4.18, 4.26, 4.34, 28.4, 0.69),
@@ -175,6 +177,28 @@ POINTS: tuple[Point, ...] = (
         "llama2-70b-v6e-256", "llama2_70b", "v6e:16x16", (768, 4096), (256, 1), "offload:query,key,value",
         flags=_VMEM, published_s=13.58, published="905 tokens/s/chip, at batch 2; scaled to its listed 3",
         source=_RECIPES + "Llama2-70B-MaxText", peer=Peer(10.01, 10.78, 11.53, 25.4, 0.65),
+    ),
+    _point(
+        "mixtral-8x7b-v5p-128", "mixtral_8x7b", "v5p:4x4x4", (768, 4096), (64, 1), "full", flags=_V5P,
+        published_s=None, published="no step time found; peer: dropless, float32 weights", source=_TIERS,
+        peer=Peer(19.0, 19.7, 19.7, 41.6, 0.23),
+    ),
+    _point(
+        "mixtral-8x7b-v6e-256", "mixtral_8x7b", "v6e:16x16", (3072, 4096), (256, 1), _OFFLOADED,
+        flags=_VMEM | _DATA_PARALLEL | _OVERLAP | _REDUCE_SCATTER_LAYOUT, published_s=13.48,
+        published="13.48 s, with capacity 1.25; ours drops nothing", source=_RECIPES + "Mixtral-8x7B-MaxText",
+        peer=Peer(13.7, 15.0, 15.0, 31.2, 0.52),
+    ),
+    _point(
+        "qwen3-30b-a3b-v5p-128", "qwen3_30b_a3b", "v5p:4x4x4", (256, 4096), (64, 1), "full", flags=_V5P,
+        published_s=None, published="no step time found; peer: dropless, fsdp 64", source=_TIERS,
+        peer=Peer(3.3, 3.7, 3.7, 19.1, 0.11),
+    ),
+    _point(
+        "qwen3-30b-a3b-v5p-128-expert", "qwen3_30b_a3b", "v5p:4x4x4", (256, 4096), (16, 1), "full",
+        flags=_V5P, model={"mesh.expert": 4}, published_s=None,
+        published="no step time found; peer: dropless, fsdp 16, expert 4", source=_TIERS,
+        peer=Peer(7.4, 7.6, 8.2, 25.4, 0.11),
     ),
 )  # fmt: skip
 

@@ -33,10 +33,18 @@ def attention_share(target: Target, head_dim: int) -> float:
 
 # Share of peak that products of rows with their group's kernel are assumed to reach in a Pallas kernel.
 _GROUPED = 0.8
+# Share of memory bandwidth that element-wise kernels are assumed to reach: that of a copy of 3 GiB by the
+# compiler's own cycles (libtpu 0.0.50.1).
+_STREAM = {"v4": 0.77, "v5e": 0.81, "v5p": 0.72, "v6e": 0.86, "tpu7x": 0.85}
 
 
-def _share(target: Target, kernel: "Kernel") -> float:
-    return _GROUPED if kernel.role == _EXPERTS else attention_share(target, kernel.head_dim)
+def _seconds(target: Target, kernel: "Kernel", peak: float) -> float:
+    """Returns the seconds of one call of a kernel."""
+    assert target.chip is not None
+    if kernel.bytes:
+        return kernel.bytes / target.chip.hbm_bytes_per_s / _STREAM.get(target.family, 1.0)
+    share = _GROUPED if kernel.role == _EXPERTS else attention_share(target, kernel.head_dim)
+    return kernel.flops / peak / share
 
 
 def products_peak(target: Target, compute: str) -> float | None:
@@ -82,6 +90,7 @@ class Kernel:
     count: int  # a step
     flops: float  # of one call on one device; attention's causal, experts' for an even load
     head_dim: int = 0  # of attention
+    bytes: int = 0  # that an element-wise one reads and writes
 
 
 @dataclass(frozen=True)
@@ -269,8 +278,9 @@ _EVEN = re.compile(r"\beven_load_trips_(\d+)/")
 
 
 def expert_kernels(module: hlo.Module) -> list[Kernel]:
-    """Returns the products by megablox that a program calls, with the work of an even load.
+    """Returns the kernels of experts that a program calls, with the work of an even load.
 
+    Products are megablox's; what else there is reads and writes its arrays, spare rows too.
     A row tile is visited once for each group that has rows in it: that is up to tiles + E - 1 times in all,
     the length of the kernel's tables, as hardly any group ends where a tile does. Spare rows are in none.
     """
@@ -278,9 +288,13 @@ def expert_kernels(module: hlo.Module) -> list[Kernel]:
     for run in module.runs():
         steps = module.computations[run.computation]
         for step in steps.values():
-            if _KERNEL not in step.text or not re.match(r"t?gmm\b", step.name):
+            if _KERNEL not in step.text or not re.match(r"t?gmm\b|experts_hidden_gradients\b", step.name):
                 continue
             types = [part for name in step.operands for part in steps[name].types]
+            if "gmm" not in step.name:
+                traffic = hlo.num_bytes([*types, *step.types])
+                found.append(Kernel(step.name, _EXPERTS, run.times, 0.0, bytes=traffic))
+                continue
             _, visits, *_ = [dims[0] for dtype, dims in types if dtype == "s32" and len(dims) == 1]
             (E, K, N), *_ = [dims for _, dims in [*types, *step.types] if len(dims) == 3]
             rows = next(dims[0] for dtype, dims in types if dtype[0] in "bf" and len(dims) == 2)
@@ -317,7 +331,7 @@ class _Costs:
         assert target.chip is not None
         self.module, self.clock_hz = module, target.chip.clock_hz
         self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
-        self.kernels = {k.name: k.flops / peak / _share(target, k) for k in kernels}
+        self.kernels = {k.name: _seconds(target, k, peak) for k in kernels}
         seconds = [(k.role == _EXPERTS, k.count * self.kernels[k.name]) for k in kernels]
         self.experts_s = math.fsum(own for experts, own in seconds if experts)
         self.attention_s = math.fsum(own for experts, own in seconds if not experts)

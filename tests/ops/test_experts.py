@@ -134,10 +134,12 @@ SIZES = {
 
 def interpreted() -> grouped.Backend:
     """Returns the TPU's kernels, run on CPU: there, what they do not write is NaN."""
-    from jaxdist.ops.experts import megablox
+    from jaxdist.ops.experts import hidden_tpu, megablox
 
     products = (partial(product, interpret=True) for product in (megablox.matmul, megablox.kernel_gradient))
-    return grouped.Backend("megablox", "interpreted", megablox.allocated, *products)
+    hidden_rows = partial(hidden_tpu.gradients, interpret=True)
+    options = {"turns_down": True, "hidden_gradients": hidden_rows}
+    return grouped.Backend("megablox", "interpreted", megablox.allocated, *products, **options)
 
 
 @lru_cache
@@ -166,6 +168,21 @@ def test_each_row_meets_its_own_groups_kernel(backend, sizes):
     assert total == 0 or worst(matmul(dy, kernels, sizes, transposed=True)[:total], backward) < TOLERANCE
     assert worst(gradient(x, dy, sizes, before, jnp.float32), summed) < TOLERANCE
     assert worst(gradient(x, dy, sizes, None, jnp.float32), summed - before) < TOLERANCE
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
+def test_the_kernel_of_hidden_rows_gives_what_autodiff_does(activation):
+    from jaxdist.ops.experts import hidden, hidden_tpu
+
+    random = np.random.default_rng(0)
+    gate, up, dh = random.normal(size=(3, 48, 256)).astype(np.float32)
+    weights = random.normal(size=48).astype(np.float32)
+    arguments = activation, (gate, up), dh, weights
+    run = jax.make_jaxpr(partial(hidden_tpu.gradients, activation, interpret=True))((gate, up), dh, weights)
+    assert "pallas_call" in str(run)
+    assert worst(hidden_tpu.gradients(*arguments, interpret=True), hidden.gradients(*arguments)) < TOLERANCE
+    strange = partial(hidden_tpu.gradients, lambda x: jnp.sort(x, -1), interpret=True)
+    assert "pallas_call" not in str(jax.make_jaxpr(strange)((gate, up), dh, weights))
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

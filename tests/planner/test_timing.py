@@ -316,6 +316,20 @@ def test_grouped_products_are_charged_the_tiles_that_an_even_load_visits():
     assert time.notes == ("experts are counted with an even load",)
 
 
+def test_element_wise_kernels_are_charged_their_bytes():
+    text = products_of("").replace(
+        "%work = bf16[1024,256]{1,0} copy(%x)",
+        """%experts_hidden_gradients.1 = \
+(bf16[1024,512]{1,0}, f32[1024,128]{1,0}) custom-call(%dy, %dy), custom_call_target="tpu_custom_call"
+  %work = bf16[1024,256]{1,0} copy(%x)""",
+    )
+    v5p = targets.parse("v5p:4x4x4")
+    more = (
+        estimate(hlo.parse(text), target=v5p).step_s - estimate(hlo.parse(products_of("")), target=v5p).step_s
+    )
+    assert more == pytest.approx((3 * 1024 * 512 * 2 + 1024 * 128 * 4) / 0.72 / 2765e9)
+
+
 def test_spare_rows_of_grouped_products_cost_nothing():
     module = hlo.parse(products_of("even_load_rows_x_1.25/"))
     assert {k.flops for k in timing.expert_kernels(module)} == {2 * (7 + 3) * 128 * 256 * 512}  # 819 rows: 7

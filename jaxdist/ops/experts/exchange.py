@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from jaxdist.ops.experts import feed_forward
 from jaxdist.ops.experts.dispatch import Order, sort_by_expert, steps
-from jaxdist.ops.experts.feed_forward import Activation, Kernels, Products
+from jaxdist.ops.experts.feed_forward import Kernels, Products
 from jaxdist.ops.experts.grouped_matmul import Backend
+from jaxdist.ops.experts.hidden import Activation
 from jaxdist.parallel import execution
 
 # What the exchange's collectives are called in a compiled program: rows, and their gradients.

@@ -3,15 +3,14 @@
 Letters: `R` rows (some spare), `E` experts, `D` model, `F` feed-forward.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.ops.experts.grouped_matmul import Backend
+from jaxdist.ops.experts.hidden import Activation, hidden
 
-Activation = Callable[[jax.Array], jax.Array]
 Products = tuple[jax.Array, ...]  # of the rows with gate and up [R, F], or with up alone
 
 
@@ -19,7 +18,7 @@ class Kernels(NamedTuple):
     """The experts' kernels, or what belongs to each of them."""
 
     inputs: tuple[Any, ...]  # gate and up [E, D, F], or up alone
-    down: Any  # [E, F, D]
+    down: Any  # [E, F, D]; [E, D, F] where the backend turns it
 
 
 class RowGradients(NamedTuple):
@@ -30,17 +29,13 @@ class RowGradients(NamedTuple):
     kernels: Kernels
 
 
-def _hidden(activation: Activation, *products: jax.Array) -> jax.Array:
-    """Returns activation(gate) * up, or activation(up)."""
-    return activation(products[0]) * products[1] if len(products) == 2 else activation(products[0])
-
-
 def forward(
     x_RD, sizes_E, kernels: Kernels, activation: Activation, backend: Backend
 ) -> tuple[jax.Array, Products]:
     """Returns the experts' outputs of their rows [R, D], and the first products of these."""
     products = tuple(backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs)
-    return backend.matmul(_hidden(activation, *products), kernels.down, sizes_E), products
+    h = hidden(activation, *products)
+    return backend.matmul(h, kernels.down, sizes_E, transposed=backend.turns_down), products
 
 
 def backward(
@@ -69,14 +64,11 @@ def backward(
       dtype: of the kernels' gradients.
     """
     up = products or [backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs]
-    h, of_products = jax.vjp(lambda *products: _hidden(activation, *products), *up)
-    dh = backend.matmul(dout_RD, kernels.down, sizes_E, transposed=True)
-    dweights = (dh.astype(jnp.float32) * h.astype(jnp.float32)).sum(-1)
-    weights = weights_R[:, None]
-    dproducts = of_products((dh.astype(jnp.float32) * weights).astype(dh.dtype))
-    h = (h.astype(jnp.float32) * weights).astype(h.dtype)
+    dh = backend.matmul(dout_RD, kernels.down, sizes_E, transposed=not backend.turns_down)
+    dproducts, h, dweights = backend.hidden_gradients(activation, up, dh, weights_R)
     into = totals or Kernels((None,) * len(up), None)
-    ddown = backend.kernel_gradient(h, dout_RD, sizes_E, into.down, dtype)
+    rows = (dout_RD, h) if backend.turns_down else (h, dout_RD)
+    ddown = backend.kernel_gradient(*rows, sizes_E, into.down, dtype)
     dinputs = tuple(
         backend.kernel_gradient(x_RD, dy, sizes_E, total, dtype)
         for dy, total in zip(dproducts, into.inputs, strict=True)
@@ -85,4 +77,7 @@ def backward(
         backend.matmul(dy, kernel, sizes_E, transposed=True)
         for dy, kernel in zip(dproducts, kernels.inputs, strict=True)
     ]
-    return RowGradients(sum(dx[1:], dx[0]), dweights, Kernels(dinputs, ddown))
+    # In float32: a bare sum of bfloat16 is slow on TPUs.
+    wide = [part.astype(jnp.float32) for part in dx]
+    dx_RD = sum(wide[1:], wide[0]).astype(x_RD.dtype)
+    return RowGradients(dx_RD, dweights, Kernels(dinputs, ddown))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
+from jaxdist.ops.experts import hidden
 from jaxdist.parallel import execution
 
 
@@ -37,6 +38,10 @@ class Backend:
     # be. Where it does not, they are computed again by a second forward pass, for which kernels would be
     # gathered once more.
     keeps_products: bool = False
+    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on TPUs often in parts
+    # smaller than a vector: gathered as the last dim, the whole kernel is copied once more.
+    turns_down: bool = False
+    hidden_gradients: Callable[..., hidden.HiddenGradients] = hidden.gradients
 
 
 def choose(spare: float = 1.0) -> Backend:
@@ -246,5 +251,7 @@ BACKENDS = {
         lambda rows, groups: _megablox().allocated(rows, groups),
         lambda *args, **options: _megablox().matmul(*args, **options),
         lambda *args, **options: _megablox().kernel_gradient(*args, **options),
+        turns_down=True,
+        hidden_gradients=lambda *args: extras.load("jaxdist.ops.experts.hidden_tpu").gradients(*args),
     ),
 }

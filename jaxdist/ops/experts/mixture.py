@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
 from jaxdist.ops.experts.exchange import Exchange, Tokens
-from jaxdist.ops.experts.feed_forward import Activation, Kernels
+from jaxdist.ops.experts.feed_forward import Kernels
+from jaxdist.ops.experts.hidden import Activation
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
@@ -50,7 +51,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class _Options:
-    names: Kernels  # of the kernels' dims
+    names: Kernels  # of the kernels' dims, as they are computed with
     activation: Activation
     kind: Kind
     slack: float
@@ -100,6 +101,7 @@ def experts(
     chex.assert_rank([x_BSD, ids_BSk, weights_BSk], 3)
     parameters = Kernels((gate, up) if gate is not None else (up,), down)
     names = Kernels(tuple(_names(p, INPUT_NAMES) for p in parameters.inputs), _names(down, DOWN_NAMES))
+    names = _turned(names, lambda name, a, b: (name[0], name[b], name[a]))
     kernels = Kernels(tuple(p[...] for p in parameters.inputs), down[...])
     _check(x_BSD, ids_BSk, weights_BSk, kernels, exchange, slack, capacity_factor)
     options = _Options(names, activation, exchange, slack, capacity_factor)
@@ -174,7 +176,7 @@ class _Placement:
     @property
     def dims_axes(self) -> tuple[str, ...]:
         """The axes that split d_ff: each device has a part of every sum."""
-        return axes_in(self.kernels.down[1])
+        return axes_in(self.kernels.inputs[0][2])
 
     @property
     def order(self) -> P:
@@ -249,6 +251,12 @@ def _per_device(function, in_specs, out_specs):
     return jax.shard_map(function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def _turned(kernels: Kernels, swap=jnp.swapaxes) -> Kernels:
+    """Returns what products are computed with: down [E, D, F] where the backend turns it; or the reverse."""
+    turns = grouped_matmul.choose().turns_down
+    return kernels._replace(down=swap(kernels.down, 1, 2)) if turns else kernels
+
+
 def _gathered(kernels: Kernels, names: Kernels, dtype) -> Kernels:
     return jax.tree.map(lambda kernel, own: execution.gather(kernel, own, dtype), kernels, names)
 
@@ -262,14 +270,15 @@ def jaxdist_experts(x, ids, weights, valid, counted, kernels: Kernels, options: 
 
 
 def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Options):
-    place = _place(x, ids.shape[2], kernels, options)
+    turned = _turned(kernels)
+    place = _place(x, ids.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
     mapped = _per_device(
         partial(_local_forward, place=place, capacity_factor=options.capacity_factor, length=x.shape[1]),
         (rows, rows, rows, place.tokens, place.tokens, place.kernels),
         (rows, P(), rows, place.order, place.products),
     )
-    gathered = _gathered(kernels, options.names, x.dtype)
+    gathered = _gathered(turned, options.names, x.dtype)
     out, stats, ids, *kept = mapped(x, ids, weights, valid, counted, gathered)
     order, products = checkpoint_name(kept, EXPERT_PRODUCTS)
     return (out, stats), (x, ids, weights, order, products, kernels)
@@ -299,16 +308,17 @@ def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, 
 def _backward(options: _Options, residuals, cotangents):
     x, ids, weights, order, products, kernels = residuals
     dout, _ = cotangents
-    place = _place(x, ids.shape[2], kernels, options)
+    turned = _turned(kernels)
+    place = _place(x, ids.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
     mapped = _per_device(
         partial(_local_backward, place=place),
         (rows, rows, rows, rows, place.order, place.products, place.kernels),
         (rows, rows, place.gradients),
     )
-    gathered = _gathered(kernels, options.names, x.dtype)
+    gathered = _gathered(turned, options.names, x.dtype)
     dx, dweights, gradients = mapped(x, ids, weights, dout, order, products, gathered)
-    gradients = jax.tree.map(execution.scatter, gradients, options.names)
+    gradients = _turned(jax.tree.map(execution.scatter, gradients, options.names))
     gradients = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
     return dx, None, dweights, None, None, gradients
 
