@@ -151,16 +151,12 @@ def estimate(
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
-    attention, experts, middle = (
-        costs[0].attention_s,
-        costs[0].experts_s,
-        sum(cost.compute_s for cost in costs) / len(costs),
-    )
+    kernels_s, middle = costs[0].kernels_s, sum(cost.compute_s for cost in costs) / len(costs)
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
     hidden = math.fsum(one.hidden_s for one in collectives)
     exposed = sync + wire - hidden
-    step = middle + attention + experts + exposed
+    step = middle + sum(kernels_s.values()) + exposed
     executed = hlo_flops(module) + sum(kernel.count * kernel.flops for kernel in kernels)
     model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
     again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
@@ -168,14 +164,14 @@ def estimate(
     return Time(
         sure=SURE["gpu" if target.platform == "gpu" else target.family] + between,
         step_s=step,
-        low_s=costs[0].compute_s - costs[0].doubtful_s + attention + experts,
-        high_s=costs[-1].compute_s + attention + experts + sync + wire,
+        low_s=costs[0].compute_s - costs[0].doubtful_s + sum(kernels_s.values()),
+        high_s=costs[-1].compute_s + sum(kernels_s.values()) + sync + wire,
         mfu_causal=rated and model["causal"] / step / rated,
         mfu_full=rated and model["full"] / step / rated,
         hfu=rated and executed / step / rated,
         tokens_per_s=tokens / step,
         tokens_per_s_per_chip=tokens / step / target.num_chips,
-        waterfall=_waterfall(middle, attention, experts, bubble, again) | {"exposed communication": exposed},
+        waterfall=_waterfall(middle, kernels_s, bubble, again) | {"exposed communication": exposed},
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=(*_notes(module, kernels, collectives), *_doubts(costs[0].doubtful_s, step)),
@@ -183,14 +179,13 @@ def estimate(
 
 
 def _waterfall(
-    compute: float, attention: float, experts: float, bubble: float, again: float
+    compute: float, kernels_s: Mapping[str, float], bubble: float, again: float
 ) -> dict[str, float]:
     """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
-    work, busy = (1 - bubble) * (1 - again), compute + attention + experts
+    work, busy = (1 - bubble) * (1 - again), compute + sum(kernels_s.values())
     return {
         "compute": compute * work,
-        "attention": attention * work,
-        **({"experts": experts * work} if experts else {}),
+        **{name: seconds * work for name, seconds in kernels_s.items()},
         "recompute": busy * (1 - bubble) * again,
         "bubble": busy * bubble,
     }
@@ -332,9 +327,11 @@ class _Costs:
         self.module, self.clock_hz = module, target.chip.clock_hz
         self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
         self.kernels = {k.name: _seconds(target, k, peak) for k in kernels}
-        seconds = [(k.role == _EXPERTS, k.count * self.kernels[k.name]) for k in kernels]
-        self.experts_s = math.fsum(own for experts, own in seconds if experts)
-        self.attention_s = math.fsum(own for experts, own in seconds if not experts)
+        parts = {k.name: "experts" if k.role == _EXPERTS else "attention" for k in kernels}
+        self.kernels_s = {
+            part: math.fsum(k.count * self.kernels[k.name] for k in kernels if parts[k.name] == part)
+            for part in ("attention", *({"experts"} & set(parts.values())))
+        }
         self.even_trips = _even_trips(module)
         runs = [(self._times(run), module.computations[run.computation]) for run in module.runs()]
         self.compute_s = math.fsum(n * self._own(steps, s) for n, steps in runs for s in steps.values())
