@@ -58,6 +58,12 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         weights.check_choices(family)
     shapes, read = lora.unadapted(spec.abstract_model, weights.shapes, weights.read)
     if flags.adapters:
+        of_experts = [path for path, (_, names) in spec.named_trainable().items() if "experts" in names]
+        if of_experts:
+            raise ConfigError(
+                f"--adapters: {of_experts[0]} is of experts, and PEFT's adapters of linear layers have no "
+                f"place for it; leave the flag out, and the adapters are merged into the model"
+            )
         factors = {path: weights.read(path) for path in trees.flatten_names(spec.trainable)}
         base, dtype = config.init.from_huggingface, "float32"
         written = peft.write(target, family, config.lora, factors, shapes, base=base)

@@ -28,6 +28,7 @@ WEIGHTS = "token_weights"  # field of a block's info: weights in the loss, [B, S
 GIVEN_IDS = "expert_ids"
 LOAD, DROPS = "expert_load", "expert_drops"  # stats: choices of each expert [E], and how many were dropped
 ROUNDS, EXCHANGES = "expert_rounds", "expert_exchanges"
+LAYER = "expert_layer"  # a stat of models with dense layers, too: [L], not 0 at this layer's number
 LOAD_METRIC = "expert_load"  # [L, E], of a step
 
 
@@ -75,6 +76,8 @@ class Experts(nnx.Module):
             return BlockOutput(y)
         sums = out.stats
         stats = {LOAD: sums.load, DROPS: sums.dropped, ROUNDS: sums.rounds, EXCHANGES: sums.exchanges}
+        if len(c.sparse_layers) < c.num_layers:
+            stats[LAYER] = sums.exchanges * jax.nn.one_hot(info.layer, c.num_layers)
         return BlockOutput(y, self._aux(logits, routing, weights), stats)
 
     def route(self, x_BSD: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, Routing]:
@@ -116,8 +119,9 @@ class Experts(nnx.Module):
         if c.balance == "bias":
             # DeepSeek-V3's (arXiv:2412.19437, 2.1.2), kept around 0: only differences choose.
             step = jnp.sign(total / c.num_experts - load)
-            moved = self.choice_bias[...] + c.balance_rate * (step - step.mean(-1, keepdims=True))
-            self.choice_bias.set_value(moved)
+            # By itself, or a compiler rounds product and sum once or twice, as the layout has it.
+            move = jax.lax.optimization_barrier(c.balance_rate * (step - step.mean(-1, keepdims=True)))
+            self.choice_bias.set_value(self.choice_bias[...] + move)
         elif c.balance == "batch":
             shares = load / jnp.maximum(total, 1)
             self.last_load.set_value(jnp.where(total > 0, shares, self.last_load[...]))
@@ -146,23 +150,32 @@ def sequence_balance(shares_BSE: jax.Array, ids_BSk: jax.Array, weights_BS: jax.
 def metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Returns figures of a step's load from the layers' stats, and other stats as they are.
 
-    Of each layer [L]: `load_max_over_mean`, `load_entropy` (1: even), `dead_experts` that no token of the
+    Stats have a row for each layer with experts (load [L, E]), or for each of a group ([groups, layers, E]).
+    Of each such layer: `load_max_over_mean`, `load_entropy` (1: even), `dead_experts` that no token of the
     step chose, `dropped`, a share of choices, and `exchange_rounds`, 1 if even. `expert_load` [L, E], choices
-    of each expert. And `fullest_layer`, where an expert has the most, from 0 on.
+    of each expert, has a row for dense layers too, of 0. And `fullest_layer`, where an expert has the most.
     """
     if LOAD not in stats:
         return dict(stats)
-    load, E = stats[LOAD], stats[LOAD].shape[-1]
+    E = stats[LOAD].shape[-1]
+    load = stats[LOAD].reshape(-1, E)
+    drops, rounds, exchanges = (stats[name].reshape(-1) for name in (DROPS, ROUNDS, EXCHANGES))
     total = jnp.maximum(load.sum(-1), 1)
     shares = load / total[:, None]
     entropy = -(shares * jnp.log(jnp.maximum(shares, 1e-20))).sum(-1)
     fullest = shares.max(-1) * E
-    return {name: x for name, x in stats.items() if name not in (LOAD, DROPS, ROUNDS, EXCHANGES)} | {
-        LOAD_METRIC: load,
+    of_all, number = load, jnp.argmax(fullest)
+    if LAYER in stats:
+        numbers = jnp.argmax(stats[LAYER].reshape(len(load), -1), -1)
+        of_all = jnp.zeros((stats[LAYER].shape[-1], E)).at[numbers].set(load)
+        number = numbers[number]
+    own = (LOAD, DROPS, ROUNDS, EXCHANGES, LAYER)
+    return {name: x for name, x in stats.items() if name not in own} | {
+        LOAD_METRIC: of_all,
         "load_max_over_mean": fullest,
         "load_entropy": entropy / math.log(max(E, 2)),
-        "fullest_layer": jnp.argmax(fullest),
+        "fullest_layer": number,
         "dead_experts": (load == 0).sum(-1),
-        "dropped": stats[DROPS] / total,
-        "exchange_rounds": stats[ROUNDS] / jnp.maximum(stats[EXCHANGES], 1),
+        "dropped": drops / total,
+        "exchange_rounds": rounds / jnp.maximum(exchanges, 1),
     }

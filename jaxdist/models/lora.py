@@ -3,7 +3,8 @@
 `adapted` changes how a model is built: each matrix in it becomes a `LoraKernel`, which stands where the
 parameter stood. Layers that multiply with `ops.matmul.project` (ours do) get x W + (x A) B, and
 never a copy of W: a quantised one (QLoRA) is gathered from its shards as it is stored, and restored
-layer by layer. Other layers read `kernel[...]`, which is W + alpha / rank x A B of the layers at hand.
+layer by layer. Other layers read `kernel[...]`, which is W + alpha / rank x A B of the layers at hand, as
+`ops.experts` does: each expert has an A and a B, and they are added up in the shards that W is stored in.
 qwix adapts the modules it sees called, so none in a scan; A and B are therefore made here, in stacks
 like W's, and qwix does the quantising. Sources: LoRA (arXiv:2106.09685), QLoRA (arXiv:2305.14314).
 """
@@ -26,8 +27,10 @@ from jaxdist.config import ConfigError, extras, trees
 from jaxdist.config.annotations import NonNegativeInt, PositiveFloat, Share
 from jaxdist.models import layers
 from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
+from jaxdist.parallel import execution
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import BlockInfo, is_staged
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.param_names import Names, in_stack
 
 Base = Literal["none", "int8", "nf4"]
 Build = Callable[[nnx.Rngs], Any]
@@ -63,7 +66,10 @@ class LoraConfig:
 
 
 class LoraKernel(nnx.Module):
-    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B."""
+    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B.
+
+    Experts, [*stack, E, *inputs, *outputs], each have an A and a B of their own.
+    """
 
     block_info: BlockInfo | None = None  # of the block that runs: `protocols.model.run_blocks` sets it
 
@@ -74,11 +80,11 @@ class LoraKernel(nnx.Module):
         split = (name if name in ("heads", "d_ff") else None for name in shape.names[: shape.contract])
         self.input_dims = ("sequence", *split)
         self.form = None
-        names = [shape.names]
+        names = [(*shape.lead, *shape.names)]
         if config.base != "none":
             make = extras.load("jaxdist.models.lora_quantization", extra="lora").form_of
             self.form = make(config.base, shape.names, shape.dims, shape.contract, shape.path)
-            names.append(self.form.scale_names(shape.names))
+            names.append((*shape.lead, *self.form.scale_names(shape.names)))
         for part, name, value in zip(self.parts, names, self._stored(kernel[...]), strict=True):
             setattr(self, part, nnx.Param(value, logical=name, trainable=False))
 
@@ -108,8 +114,8 @@ class LoraKernel(nnx.Module):
         a = jax.random.uniform(rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound)
         b = jnp.zeros((*shape.stack, rank, *outputs))
         before, after = shape.names[: shape.contract], shape.names[shape.contract :]
-        self.lora_a = nnx.Param(a, logical=(*before, None) if before else ())
-        self.lora_b = nnx.Param(b, logical=(None, *after) if after else ())
+        self.lora_a = nnx.Param(a, logical=(*shape.lead, *before, None) if before else ())
+        self.lora_b = nnx.Param(b, logical=(*shape.lead, None, *after) if after else ())
 
     def frozen(self) -> FrozenKernel:
         """Returns W as `project` takes it."""
@@ -127,20 +133,20 @@ class LoraKernel(nnx.Module):
         return y + project_lightly(low * self.scaling, self.lora_b)
 
     def merged(self) -> jax.Array:
-        """Returns W + alpha / rank x A B in float32."""
+        """Returns W + alpha / rank x A B in float32, laid out as W is stored."""
         stored = self.frozen()
         kernel = stored.restored(*stored.parts).astype(jnp.float32)
-        if not hasattr(self, "lora_a"):
-            return kernel
-        product = jnp.tensordot
-        for _ in range(self.lora_a.ndim - self.contract - 1):
-            product = jax.vmap(product, in_axes=(0, 0, None))
-        return kernel + self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
+        if hasattr(self, "lora_a"):
+            product = jnp.tensordot
+            for _ in range(self.lora_a.ndim - self.contract - 1):
+                product = jax.vmap(product, in_axes=(0, 0, None))
+            kernel = kernel + self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
+        return execution.current().lay_out(kernel, Rules.stored, self.logical)
 
     def __getitem__(self, index) -> jax.Array:
         """Returns what a layer reads that does not multiply with `project`.
         Raises ConfigError with lora.dropout: there is no input to drop from."""
-        if self.dropout:
+        if self.dropout and hasattr(self, "lora_a"):
             raise ConfigError(
                 "lora.dropout: a layer reads its whole kernel, instead of multiplying with "
                 "jaxdist.ops.matmul.project; set lora.dropout=0, or name other lora.targets"
@@ -154,9 +160,10 @@ class Shape:
 
     path: str
     names: Names
-    stack: tuple[int, ...]  # dims before the kernel's own
+    stack: tuple[int, ...]  # dims before the kernel's own: of layers, and of experts
     dims: tuple[int, ...]  # its own
     contract: int  # how many of its own dims are inputs
+    lead: Names = ()  # names of stack dims that devices may share out: experts
 
 
 def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
@@ -165,16 +172,16 @@ def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
     Heads and head_dim are one dim. Without names a parameter under `blocks` has one stack dim.
     """
     names: Names = tuple(kernel.get_metadata().get("logical") or ())
-    rank = len(names) if names else kernel.ndim - path.startswith("blocks/")
+    lead: Names = ("experts",) if names[:1] == ("experts",) else ()
+    names = names[len(lead) :]
+    rank = len(names) if names else kernel.ndim - in_stack(path)
     if "vocab" in names or "positions" in names or (not names and "embed" in path.lower()):
         return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
-    if "experts" in names:
-        return "kernels of experts are not supported"
     contract = 2 if names[1:2] == ("head_dim",) else 1
     if rank - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
         return "it is no matrix"
     dims, stacks = tuple(kernel.shape), kernel.ndim - rank
-    return Shape(path, names, dims[:stacks], dims[stacks:], contract)
+    return Shape(path, names, dims[:stacks], dims[stacks:], contract, lead)
 
 
 def adapted(build: Build, config: LoraConfig) -> Build:
@@ -196,7 +203,13 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     }
     shapes = {path: shape_of(path, getattr(*owner)) for path, owner in owners.items()}
     chosen = _chosen(shapes, config)
-    outside = sorted(path for path in chosen if not (path.startswith("blocks/") and is_staged(model)))
+    outside = sorted(path for path in chosen if not (in_stack(path) and is_staged(model)))
+    merged = sorted(path for path in chosen if isinstance(s := shapes[path], Shape) and s.lead)
+    if config.dropout and merged:
+        raise ConfigError(
+            f"lora.dropout: {merged[0]} is of experts, to which A B is added before they read anything; set "
+            "lora.dropout=0, or name other lora.targets"
+        )
     if config.dropout and outside:
         raise ConfigError(
             f"lora.dropout: {outside[0]} is not in a stack of blocks, which drops the same on every layout; "
@@ -206,7 +219,7 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(trainable=False)
     for path, (owner, name) in owners.items():
-        shape, quantised = shapes[path], config.base != "none" and path.startswith("blocks/")
+        shape, quantised = shapes[path], config.base != "none" and in_stack(path)
         if not isinstance(shape, Shape) or not (path in chosen or quantised):
             continue
         new = LoraKernel(getattr(owner, name), shape, config)

@@ -4,6 +4,7 @@ Single-device code: dims have logical names, no mesh axis is mentioned. Letters:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,12 @@ from jaxdist.protocols.model import (
     Batch,
     BlockInfo,
     BlockOutput,
+    LayerGroup,
     Loss,
+    embedded,
+    infos_of,
+    layers_before,
+    layers_of,
     pattern_of,
     run_blocks,
     scan_layers,
@@ -168,7 +174,11 @@ class Transformer(nnx.Module):
         if c.positions == "learned":
             dims = (c.max_positions, c.d_model)
             self.position_embedding = layers.normal(rngs, dims, c.init_std, ("positions", "d_model"))
-        self.blocks = stack(lambda rngs: Block(c, rngs), c.num_layers, rngs)
+        if c.first_dense_layers:
+            dense = replace(c, num_experts=0)
+            self.first_blocks = stack(lambda rngs: Block(dense, rngs), c.first_dense_layers, rngs)
+        groups = (c.num_layers - c.first_dense_layers) // c.group_layers
+        self.blocks = stack(partial(_repeating, c), groups, rngs)
         self.final_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
         if not c.tie_embeddings:
             self.output = layers.normal(rngs, (c.d_model, c.vocab_size), c.init_std, ("d_model", "vocab"))
@@ -179,9 +189,10 @@ class Transformer(nnx.Module):
 
     def update(self, stats: Mapping[str, jax.Array]) -> None:
         """Changes what keeps the load of experts even, once a step."""
-        if self.config.num_experts:
-            blocks: Any = self.blocks
-            blocks.mlp.update(stats)
+        parts = [layer.mlp for layer in layers_of(self.blocks) if isinstance(layer.mlp, Experts)]
+        for place, part in enumerate(parts):  # of a group's layers each has its own place in the stats
+            several = self.config.group_layers > 1
+            part.update({name: x[:, place] for name, x in stats.items()} if several else stats)
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -241,8 +252,8 @@ class Transformer(nnx.Module):
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, S, V] of a whole batch."""
-        x = run_blocks(self.blocks, self.embed(batch), None, shared_fields(self, batch)).x
-        return self.logits(x)
+        x, first = embedded(self, batch, None), layers_before(self)
+        return self.logits(run_blocks(self.blocks, x, None, shared_fields(self, batch), first=first).x)
 
     @property
     def max_length(self) -> int | None:
@@ -264,15 +275,26 @@ class Transformer(nnx.Module):
         steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = {"tokens": tokens_BT, "positions": cache.length[:, None] + steps[None, :]}
         fields = shared_fields(self, batch)
-        graph, state = nnx.split(self.blocks)
-
-        def one_layer(carry, layer, parameters, kind):
-            block: Any = nnx.merge(graph, parameters)
-            return block.decode(*carry, BlockInfo(None, layer, fields, kind)), None
-
-        start = (self.embed(batch), cache)
-        (x, cache), _ = scan_layers(one_layer, start, state, pattern_of(self.blocks))
+        x, first = self.embed(batch), layers_before(self)
+        if first:
+            x, cache = _decoded(self.first_blocks, x, cache, fields, 0)
+        x, cache = _decoded(self.blocks, x, cache, fields, first)
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
+
+
+def _decoded(blocks: nnx.Module, x: jax.Array, cache: Cache, fields, first: int) -> tuple[jax.Array, Cache]:
+    """Returns the output of a stack for new tokens, and the cache with its layers' part of them."""
+    graph, state = nnx.split(blocks)
+
+    def one_block(carry, layer, parameters, kind):
+        block = nnx.merge(graph, parameters)
+        infos = infos_of(block, BlockInfo(None, layer, fields, kind))
+        for part, info in zip(layers_of(block), infos, strict=True):
+            carry = part.decode(*carry, info)
+        return carry, None
+
+    kinds, stride = pattern_of(blocks), len(layers_of(blocks))
+    return scan_layers(one_block, (x, cache), state, kinds, first=first, stride=stride)[0]
 
 
 # Written out, since `.at[layer, rows, positions]` would gather the rows of all devices: here every
@@ -294,6 +316,18 @@ def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
     where_BT2 = jnp.stack([jnp.full_like(positions_BT, layer), positions_BT], axis=-1)
     new = new_BTKN.astype(cached_LBSKN.dtype)
     return jax.lax.scatter(cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True)
+
+
+def _repeating(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """Returns what repeats behind the first dense layers: a block, or a group of unequal ones."""
+    c, kinds, parts = config, config.layer_pattern, config.feed_forward_pattern
+    start = c.first_dense_layers % len(kinds)
+    kinds = kinds[start:] + kinds[:start]
+    if c.group_layers == 1:
+        return Block(replace(c, layer_pattern=kinds), rngs)
+    configs, numbers = {"sparse": c, "dense": replace(c, num_experts=0)}, range(c.group_layers)
+    layers = [Block(configs[parts[n % len(parts)]], rngs) for n in numbers]
+    return LayerGroup(layers, [kinds[n % len(kinds)] for n in numbers])
 
 
 def _feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Experts:

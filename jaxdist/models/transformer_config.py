@@ -1,7 +1,8 @@
 """The values of the one transformer: which model it is, and what is wrong with a choice."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
@@ -12,6 +13,7 @@ from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
 
 SIZES = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
 Kind = Literal["global", "local"]  # of layer: it sees all tokens before, or the last `window` of them
+Part = Literal["dense", "sparse"]  # of layer: its feed-forward part is one of width d_ff, or experts
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class TransformerConfig:
     loss_chunk: NonNegativeInt = 1024  # tokens per device scored at once; 0 = all
     init_std: NonNegativeFloat = 0.02  # of embeddings and kernels
     zero_init_outputs: bool = False  # blocks start as identity: attention and mlp outputs at 0
-    num_experts: NonNegativeInt = 0  # of every feed-forward part; 0 = dense
+    num_experts: NonNegativeInt = 0  # of every sparse feed-forward part; 0 = dense
+    first_dense_layers: NonNegativeInt = 0  # layers before those with experts (DeepSeek-V3: 3)
+    # repeated over the layers behind them, e.g. dense,sparse (Qwen's decoder_sparse_step 2)
+    feed_forward_pattern: Annotated[tuple[Part, ...], Len(1)] = ("sparse",)
     experts_per_token: PositiveInt = 2  # how many of them a token goes to
     expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
     num_shared_experts: NonNegativeInt = 0  # experts besides, that all tokens go to
@@ -96,6 +101,24 @@ class TransformerConfig:
         return 0.0 if self.zero_init_outputs else self.init_std / (2 * self.num_layers) ** 0.5
 
     @property
+    def group_layers(self) -> int:
+        """Returns how many layers repeat as one block: 1 unless their feed-forward parts differ."""
+        if set(self.feed_forward_pattern) == {"sparse"}:
+            return 1
+        return math.lcm(len(self.feed_forward_pattern), len(self.layer_pattern))
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Returns the numbers of the layers with experts: stats have a row for each."""
+        parts, first = self.feed_forward_pattern, self.first_dense_layers
+        layers = range(first, self.num_layers) if self.num_experts else ()
+        return tuple(layer for layer in layers if parts[(layer - first) % len(parts)] == "sparse")
+
+    def layers_on(self, places: int) -> int:
+        """Returns the number of layers with which each place of a pipeline has one of every kind."""
+        return self.first_dense_layers + places * math.lcm(self.group_layers, len(self.layer_pattern))
+
+    @property
     def expert_width(self) -> int:
         """Returns the width inside an expert."""
         return self.expert_d_ff or self.d_ff
@@ -114,6 +137,8 @@ class TransformerConfig:
         """
         names = (*SIZES, "gated", "layer_pattern", "window", "num_experts")
         sizes = {name: getattr(self, name) for name in names} | {"d_ff": self.active_d_ff}
+        if self.num_experts:
+            sizes |= {"dense_layers": self.num_layers - len(self.sparse_layers), "dense_d_ff": self.d_ff}
         return transformer_flops_per_token(**sizes, sequence_length=sequence_length, convention=convention)
 
     def choices(self) -> list[str]:
@@ -125,27 +150,27 @@ class TransformerConfig:
 
         Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4).
         """
-        pattern = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
-        layers = 2 * len(pattern)  # whole patterns on two stages
-        sizes = dict[str, Any](
-            num_layers=layers, d_model=64, d_ff=96, num_heads=8, head_dim=8, vocab_size=128
-        )
+        sizes = dict[str, Any](d_model=64, d_ff=96, num_heads=8, head_dim=8, vocab_size=128)
         sizes["num_kv_heads"] = {self.num_heads: 8, 1: 1}.get(self.num_kv_heads, 4)
         if self.max_positions:
             sizes["max_positions"] = sequence_length
         if self.loss_chunk:
             sizes["loss_chunk"] = 64  # several chunks on any layout
         if self.window:
-            sizes |= {"layer_pattern": pattern, "window": min(self.window, max(sequence_length // 4, 1))}
+            sizes["window"] = min(self.window, max(sequence_length // 4, 1))
         if self.rotary_fraction < 1:
             sizes["rotary_fraction"] = 0.5  # an even number of dims
-        return sizes | (self._tiny_experts() if self.num_experts else {})
+        sizes |= self._tiny_experts() if self.num_experts else {}
+        sizes["layer_pattern"] = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
+        return sizes | {"num_layers": replace(self, **sizes).layers_on(2)}  # whole patterns on two stages
 
     def _tiny_experts(self) -> dict[str, Any]:
         """Returns eight experts or fewer: one, two or all of them a token, in groups if there are any."""
         E = min(self.num_experts, 8)
         k = E if self.experts_per_token == self.num_experts else min(self.experts_per_token, 2, E)
-        sizes = {"num_experts": E, "experts_per_token": k}
+        sizes: dict[str, Any] = {"num_experts": E, "experts_per_token": k}
+        sizes["first_dense_layers"] = min(self.first_dense_layers, 1)
+        sizes["feed_forward_pattern"] = tuple(dict.fromkeys(self.feed_forward_pattern))
         if self.expert_d_ff:
             sizes["expert_d_ff"] = 48
         if self.num_shared_experts:
@@ -206,6 +231,7 @@ class TransformerConfig:
             yield f"model.experts_per_token={k} of model.num_experts={E}; set it to at most {E}"
         if self.bias == "all":
             yield "model.bias=all: experts have no biases; set model.bias to none, qkv or attention"
+        yield from self._stack_faults()
         groups, top = self.expert_groups, self.expert_top_groups
         if not groups and not top:
             return
@@ -220,6 +246,24 @@ class TransformerConfig:
                 f"between {-(-k // (E // groups))} and model.expert_groups={groups}"
             )
 
+    def _stack_faults(self) -> Iterator[str]:
+        L, first = self.num_layers, self.first_dense_layers
+        pattern = f"model.feed_forward_pattern={','.join(self.feed_forward_pattern)}"
+        if first >= L:
+            yield (
+                f"model.first_dense_layers={first} of model.num_layers={L} leaves no layer with experts; set "
+                f"it to at most {L - 1}, or model.num_experts=0"
+            )
+        elif "sparse" not in self.feed_forward_pattern:
+            yield f"{pattern} has no layer with experts; add sparse to it, or set model.num_experts=0"
+        elif rest := (L - first) % self.group_layers:
+            more = " with model.layer_pattern" * (self.group_layers > len(self.feed_forward_pattern))
+            behind = f" behind model.first_dense_layers={first}" * (first > 0)
+            yield (
+                f"{pattern}{more} repeats every {self.group_layers} layers, which do not divide the "
+                f"{L - first} layers{behind}; set model.num_layers={L - rest + self.group_layers}"
+            )
+
     def _unused_balance(self) -> Iterator[str]:
         if self.balance != "bias":
             yield "balance_rate"
@@ -228,7 +272,8 @@ class TransformerConfig:
 
 
 EXPERT_FIELDS = (  # that a dense model leaves as they are
-    "experts_per_token", "expert_d_ff", "num_shared_experts", "scores", "normalise_top_k", "route_scale",
+    "first_dense_layers", "feed_forward_pattern", "experts_per_token", "expert_d_ff",
+    "num_shared_experts", "scores", "normalise_top_k", "route_scale",
     "expert_groups", "expert_top_groups", "balance", "balance_rate", "balance_weight", "router_z_loss",
     "capacity_factor",
 )  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.protocols.param_names import STACKS, Names
+from jaxdist.protocols.param_names import STACKED, STACKS, Names
 
 _STACK_NAMES = frozenset({"experts", *STACKS})  # leading: that many separate parameters
 _HEAD_NAMES = frozenset({"heads", "kv_heads"})  # joined with a following head_dim to one dim
@@ -49,7 +49,7 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
         role = _role_from_names(tuple(dropwhile(lambda name: name in _STACK_NAMES, names)))
         stacks = names[: len(names) - role.dims]
         return replace(role, experts=-role.dims - 1) if stacks[-1:] == ("experts",) else role
-    stacked = bool(path) and path[0] == "blocks" and not any(key.isdigit() for key in path)
+    stacked = bool(path) and path[0] in STACKED and not any(key.isdigit() for key in path)
     rank = len(shape) - stacked
     if rank < 2:
         return Role("vector", max(rank, 0))

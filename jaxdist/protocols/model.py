@@ -5,6 +5,8 @@ A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are 
 `prepare(batch) -> dict`, values that every block reads, computed once (rotary tables), and
 `blocks.layer_pattern`, names of kinds of layers that repeat over the depth, ("local", "global") say:
 all have the same parameters, and a block reads its own kind, a Python string, in `info.kind`.
+Layers of unequal parameters that repeat are a `stack` of `LayerGroup`s; those that come first are a stack
+`first_blocks`, which runs where the embedding does and returns neither aux terms nor stats.
 Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
 
 A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats` made of one
@@ -19,14 +21,16 @@ And a static `stats_metrics(stats)`, what rows of metrics say of a step's stats:
 A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
 `flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
 the most tokens of a sequence or None; `tiny(sequence_length)`, the values that change in a tiny variant;
-`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide; `choices()`, lines that a
-run begins with, called under its mesh. Without them FLOPs are counted in the program, no sequence is too
+`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide; `layers_on(places)`, the
+`num_layers` with which each place of a pipeline has one block; `choices()`, lines that a run begins with,
+called under its mesh. Without them FLOPs are counted in the program, no sequence is too
 long, and `verify` takes the model as it is.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +71,7 @@ class BlockOutput(NamedTuple):
 
     Of a stack of blocks, aux terms are added over the layers, and stats are stacked in the layers' order,
     [L, ...], as the blocks' parameters and state are: so `update(stats)` can change a state of each layer.
+    Those of a stack of `LayerGroup`s are [groups, layers of a group that give them, ...].
     Both are added over microbatches, accumulation, stages and devices, beside those of the head.
     """
 
@@ -78,8 +83,11 @@ class BlockOutput(NamedTuple):
 def is_staged(model: nnx.Module) -> bool:
     """Returns whether the model has a stack `blocks`, and methods (not layers) embed and head."""
     methods = all(inspect.isfunction(getattr(type(model), name, None)) for name in ("embed", "head"))
-    blocks = getattr(model, "blocks", None)
-    return methods and isinstance(blocks, nnx.Module) and not isinstance(blocks, (nnx.List, nnx.Sequential))
+    return methods and _is_stack(getattr(model, "blocks", None))
+
+
+def _is_stack(blocks: Any) -> bool:
+    return isinstance(blocks, nnx.Module) and not isinstance(blocks, (nnx.List, nnx.Sequential))
 
 
 def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -88,6 +96,51 @@ def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     keys = jax.random.split(rngs.params(), count)
     state = jax.vmap(lambda key: nnx.split(build(nnx.Rngs(params=key)))[1])(keys)
     return nnx.merge(graph, state)
+
+
+class LayerGroup(nnx.Module):
+    """Consecutive layers of unequal parameters as one block: a stack of groups is scanned as any other.
+
+    The layers, attributes `layer_0`, `layer_1`, ..., are rematerialised one by one.
+
+    Args:
+      kinds: what each of them reads in `info.kind`; () for no names.
+    """
+
+    def __init__(self, layers: Sequence[nnx.Module], kinds: Sequence[str] = ()):
+        self.kinds = tuple(kinds) or ("",) * len(layers)
+        for number, layer in enumerate(layers):
+            setattr(self, f"layer_{number}", layer)
+
+    def __call__(self, x: jax.Array, info: BlockInfo) -> BlockOutput:
+        return _in_order([partial(apply_block, layer) for layer in layers_of(self)], x, infos_of(self, info))
+
+
+def layers_of(block: nnx.Module) -> list[Any]:
+    """Returns the layers of a group (or of a stack of groups); another block is one layer."""
+    if not isinstance(block, LayerGroup):
+        return [block]
+    return [getattr(block, f"layer_{number}") for number in range(len(block.kinds))]
+
+
+def infos_of(block: nnx.Module, info: BlockInfo) -> list[BlockInfo]:
+    """Returns what each layer of a block reads, from what its first one does."""
+    if not isinstance(block, LayerGroup):
+        return [info]
+    return [replace(info, layer=info.layer + n, kind=kind) for n, kind in enumerate(block.kinds)]
+
+
+def _in_order(layers: Sequence[Callable[..., BlockOutput]], x: jax.Array, infos: Sequence[BlockInfo]):
+    """Returns what a block's layers give one after another: aux terms added, stats of several stacked."""
+    if len(layers) == 1:
+        return layers[0](x, *infos)
+    aux: dict[str, jax.Array] = {}
+    stats: dict[str, list[jax.Array]] = {}
+    for layer, info in zip(layers, infos, strict=True):
+        x, own, sums = layer(x, info)
+        aux |= {name: aux[name] + term if name in aux else term for name, term in own.items()}
+        stats |= {name: [*stats.get(name, ()), value] for name, value in sums.items()}
+    return BlockOutput(x, aux, {name: jnp.stack(values) for name, values in stats.items()})
 
 
 Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
@@ -110,7 +163,21 @@ def run_blocks(
       first: global number of the first layer, where the stack is a part of the model's.
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
-    graph, state = nnx.split(blocks)
+    graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
+    layers = [transform(_applied(graph)) for graph in graphs]
+
+    def one_block(x, layer, parameters, kind):
+        calls = [partial(apply, own) for apply, own in zip(layers, parameters, strict=True)]
+        x, *sums = _in_order(calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind)))
+        return x, sums
+
+    kinds, stride = pattern or pattern_of(blocks), len(layers)
+    x, (aux, stats) = scan_layers(one_block, x, states, kinds, first=first, stride=stride)
+    return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+
+
+def _applied(graph: Any) -> Block:
+    """Returns a layer of this graph as a function of its arrays, too."""
 
     def apply(parameters, x, info):
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
@@ -123,14 +190,7 @@ def run_blocks(
             )
         return output
 
-    block = transform(apply)
-
-    def one_layer(x, layer, parameters, kind):
-        x, *sums = block(parameters, x, BlockInfo(key, layer, fields, kind))
-        return x, sums
-
-    x, (aux, stats) = scan_layers(one_layer, x, state, pattern or pattern_of(blocks), first=first)
-    return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+    return apply
 
 
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
@@ -183,6 +243,7 @@ def scan_layers(
     pattern: tuple[str, ...],
     *,
     first: int | jax.Array = 0,
+    stride: int = 1,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the last carry and what the layers gave, stacked: `jax.lax.scan` where layers differ.
@@ -194,9 +255,10 @@ def scan_layers(
       body: (carry, layer number, its parameters, its kind) -> (carry, what it gives).
       state: parameters, and what else each layer has, [L, ...].
       first: number of the first layer.
+      stride: layers of each item, where it is a group; the body gets the number of the first of them.
     """
     depth, period = jax.tree.leaves(state)[0].shape[0], len(pattern)
-    items = (first + jnp.arange(depth), state)
+    items = (first + jnp.arange(0, depth * stride, stride), state)
     if period == 1:
         return jax.lax.scan(lambda carry, item: body(carry, *item, *pattern), carry, items, reverse=reverse)
     turn = -1 if reverse else 1
@@ -223,9 +285,37 @@ def staged_loss(
     model: Any, batch: Batch, key: jax.Array | None, transform: Callable[[Block], Block] = lambda block: block
 ) -> Loss:
     """Returns the loss of a staged model."""
-    fields = shared_fields(model, batch)
-    output = run_blocks(model.blocks, model.embed(batch), key, fields, transform)
+    fields, first = shared_fields(model, batch), layers_before(model)
+    x = embedded(model, batch, key, transform)
+    output = run_blocks(model.blocks, x, key, fields, transform, first=first)
     return with_block_sums(as_loss(model.head(output.x, batch), batch), output.aux, output.stats)
+
+
+def embedded(
+    model: Any, batch: Batch, key: jax.Array | None, transform: Callable[[Block], Block] = lambda block: block
+) -> jax.Array:
+    """Returns what enters `blocks`: the embedding, and of a model with `first_blocks` what these make of it.
+
+    Raises:
+      ConfigError: they return aux terms or stats.
+    """
+    x = model.embed(batch)
+    if not layers_before(model):
+        return x
+    x, aux, stats = run_blocks(model.first_blocks, x, key, shared_fields(model, batch), transform)
+    if names := sorted({*aux, *stats}):
+        raise ConfigError(
+            f"first_blocks return {', '.join(names)}; layers with aux terms or stats belong in `blocks`"
+        )
+    return x
+
+
+def layers_before(model: Any) -> int:
+    """Returns the number of layers in `first_blocks`; 0 for a model without them."""
+    first: Any = getattr(model, "first_blocks", None)
+    if not _is_stack(first):
+        return 0
+    return jax.tree.leaves(nnx.state(first))[0].shape[0] * len(layers_of(first))
 
 
 def with_block_sums(loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.Array]) -> Loss:
@@ -266,52 +356,6 @@ def as_loss(value: Any, batch: Batch) -> Loss:
             f"of the objective, and one of sums for update(self, stats)"
         )
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
-
-
-# What makes a loss even where a class has it first, and what a subclass may replace without changing it.
-_OF_THE_LOSS = ("__init__", "__call__", "loss", "embed", "prepare", "head")
-_BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "stats_metrics", "update")
-
-
-def who_sums_over_samples(model_class: type) -> type | None:
-    """Returns the class that says of a model that its loss is a sum over samples; None if none does.
-
-    The word of a class counts for what it is made of itself: a subclass that replaces a method or another
-    attribute, a helper of `head` or the class of its layers, may make another loss, so it repeats the word.
-    """
-    owners = model_class.__mro__
-    for place, owner in enumerate(owners):
-        if "sums_over_samples" in vars(owner):
-            return owner if vars(owner)["sums_over_samples"] else None
-        if any(_may_change_loss(name, owners[place + 1 :]) for name in vars(owner)):
-            return None
-    return None
-
-
-def sums_over_samples(model: nnx.Module) -> bool:
-    """Returns whether the loss of a model is a sum over samples, as a class of it says.
-
-    The word of one of ours counts for models of our layers: with others in their place, which may mix
-    samples, a subclass repeats it.
-    """
-    owner = who_sums_over_samples(type(model))
-    if owner is None or not _is_ours(owner):
-        return owner is not None
-    # A subclass of ours may be anybody's: what it replaces was looked at.
-    return all(x is model or _is_ours(type(x)) for _, x in nnx.iter_modules(model))
-
-
-def _is_ours(part: type) -> bool:
-    return part.__module__.startswith("jaxdist.")
-
-
-def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
-    """Returns whether a class that has an attribute of its own may have another loss than its bases."""
-    if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:
-        return name in _OF_THE_LOSS
-    if name.startswith("__") or hasattr(nnx.Module, name):
-        return False
-    return any(name in vars(base) for base in bases)
 
 
 def has_metrics(model_class: type) -> bool:

@@ -14,8 +14,9 @@ from flax import nnx
 
 from jaxdist.config import ConfigError, trees
 from jaxdist.protocols import param_names
-from jaxdist.protocols.model import is_staged, pattern_of, sums_over_samples
+from jaxdist.protocols.model import is_staged, layers_of, pattern_of
 from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.sample_sums import sums_over_samples
 
 Tree = Any  # nested dicts of arrays
 
@@ -132,6 +133,11 @@ class ModelSpec:
     def period(self) -> int:
         """Returns the number of blocks after which their kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
+
+    @property
+    def block_layers(self) -> int:
+        """Returns the number of layers in each block of a staged model, more than 1 in a `LayerGroup`."""
+        return len(layers_of(self.abstract_model.blocks)) if self.staged else 1
 
     @property
     def parameter_count(self) -> int:

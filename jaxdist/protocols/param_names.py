@@ -23,6 +23,8 @@ PARAMETER_AXES = {
 
 STACKS = ("chunks", "stages", "layers", "")  # names of stack dims; "" where a model names none
 
+STACKED = ("first_blocks", "blocks")  # modules of a staged model whose parameters have a stack dim
+
 FSDP_NAME = "d_model"
 
 DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
@@ -69,10 +71,15 @@ def name_parameters(
     return names_of, faults
 
 
+def in_stack(path: str) -> bool:
+    """Returns whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
+    return path.partition("/")[0] in STACKED
+
+
 def _model_names(path: str, variable: nnx.Variable, staged: bool) -> Names:
     metadata = variable.get_metadata()
     names = metadata.get("logical") or metadata.get("out_sharding") or metadata.get("sharding_names") or ()
-    if not names and staged and path.startswith("blocks/"):
+    if not names and staged and in_stack(path):
         return (None,) * (variable.get_value().ndim - 1)
     return _without_stack(tuple(name if isinstance(name, str) else None for name in names))
 

@@ -16,6 +16,7 @@ from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.protocols.param_names import STACKED
 from jaxdist.step import reduction
 from jaxdist.step.state import State
 
@@ -97,7 +98,7 @@ def _with_whole_edges(tree: Tree) -> Tree:
     """
     now, whole = execution.current(), P()
     return {
-        name: part if name == "blocks" else jax.tree.map(lambda x: now.constrain(x, whole), part)
+        name: part if name in STACKED else jax.tree.map(lambda x: now.constrain(x, whole), part)
         for name, part in tree.items()
     }
 

@@ -35,6 +35,8 @@ def transformer_flops_per_token(
     layer_pattern: Sequence[str] = ("global",),
     window: int = 0,
     num_experts: int = 0,
+    dense_layers: int = 0,
+    dense_d_ff: int = 0,
 ) -> float:
     """Returns model FLOPs per token, forward and backward, of a decoder-only transformer.
 
@@ -42,16 +44,17 @@ def transformer_flops_per_token(
     where span is the attended length: S ("full", masked or not) or S/2 ("causal"); W - W^2 / 2S in a
     "local" layer of the pattern, whose tokens see W = min(window, S) of them. `gated` feed-forwards
     have three matrices (SwiGLU) instead of two. With experts `d_ff` is the width of those that a token goes
-    to, together, and the router is a matrix more.
+    to, together, and the router is a matrix more; but `dense_layers` of them have `dense_d_ff` and no router.
     Source: Kaplan et al. 2020, PaLM appendix B (full); the causal half as in nanochat, Llama.
 
     Leaves out the embedding lookup, norms, softmax, activations, rotary embeddings, biases, the
     loss, the optimizer and all recomputation. "causal" says S/2 where the exact mean is (S+1)/2.
     """
     attention = 2 * d_model * (num_heads + num_kv_heads) * head_dim
-    feed_forward = (3 if gated else 2) * d_model * d_ff
-    router = d_model * num_experts
-    matmul_params = num_layers * (attention + feed_forward + router) + d_model * vocab_size
+    matrices, sparse_layers = 3 if gated else 2, num_layers - dense_layers
+    width = sparse_layers * d_ff + dense_layers * dense_d_ff  # of all layers together
+    feed_forward = d_model * (matrices * width + sparse_layers * num_experts)
+    matmul_params = num_layers * attention + feed_forward + d_model * vocab_size
     W = {"local": min(window, sequence_length)}
     seen = [W.get(layer_pattern[i % len(layer_pattern)], sequence_length) for i in range(num_layers)]
     causal = sum(w - w * w / (2 * sequence_length) for w in seen)

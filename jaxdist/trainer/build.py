@@ -94,7 +94,7 @@ def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None
     """Returns how a pipeline cuts up the model's layers; None without one."""
     if shape.sizes["pipeline"] == 1:
         return None
-    return Staging(run.pipeline, spec.depth, shape.sizes["pipeline"], spec.period)
+    return Staging(run.pipeline, spec.depth, shape.sizes["pipeline"], spec.period, spec.block_layers)
 
 
 def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:

@@ -14,6 +14,7 @@ from jaxdist.parallel.pipeline.schedules.balance import Balance, balance, microb
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, simulate
 from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.protocols.model import embedded
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.build import batch_shapes, staging, targets_per_sample
@@ -42,34 +43,42 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     cut = staging(run, spec, rules.shape)
     if cut is None:
         return None
-    layer, head = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))  # of a token
+    # Of a token: a block, embedding and head, and the layers that are done where the embedding is.
+    layer, head, first = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))
     specs = (rules.stored(names, x.shape) for x, names in spec.named_parameters().values())
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
     edge = head / cut.stages if split else head  # without a split vocabulary each stage does all of it
+    everywhere = first * (cut.stages if split else 1)  # costs of edges are divided where they are split
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
-    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge)
+    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge + first)
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
-    costs = Costs(forward=chunks, backward=back, head=3 * head, edges="sharded" if split else "last")
+    costs = Costs(chunks, back, everywhere, 3 * head, 3 * everywhere, edges="sharded" if split else "last")
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
     kept = depth if cut.remat == "layers" else 1
     return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
 
 
-def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float]:
-    """Returns FLOPs per token of a layer, and of the embedding and head together."""
+def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float, float]:
+    """Returns FLOPs per token of a block, of embedding and head together, and of `first_blocks`."""
     whole, batch = model_flops(run, spec)["causal"], batch_shapes(run, 1)
 
-    def edges(trainable, model_state, frozen, batch):
-        model = spec.assemble(trainable, model_state, frozen)
-        return model.head(model.embed(batch), batch)
+    def outside(embed) -> float:
+        def edges(trainable, model_state, frozen, batch):
+            model = spec.assemble(trainable, model_state, frozen)
+            return model.head(embed(model, batch), batch)
 
-    counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch))
-    outside = 3 * counted / targets_per_sample(run)
-    return (whole - outside) / num_layers, outside
+        counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch))
+        return 3 * counted / targets_per_sample(run)
+
+    edges = outside(lambda model, batch: model.embed(batch))
+    first = 0.0
+    if "first_blocks" in spec.trainable | spec.frozen:
+        first = outside(lambda model, batch: embedded(model, batch, None)) - edges
+    return (whole - edges - first) / num_layers, edges, first
 
 
 def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:

@@ -148,6 +148,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
 _NEWER = (
     "data.special_tokens", "data.format", "data.chat_template",
     "init.from_run", "init.optimizer", "lora.dropout",
+    "model.first_dense_layers", "model.feed_forward_pattern",
     "model.num_experts", "model.experts_per_token", "model.expert_d_ff", "model.num_shared_experts",
     "model.scores", "model.normalise_top_k", "model.route_scale", "model.expert_groups",
     "model.expert_top_groups", "model.balance", "model.balance_rate", "model.balance_weight",

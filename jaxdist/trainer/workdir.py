@@ -295,7 +295,8 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
         tied = bool(run.model.get("tie_embeddings"))
         scores = kind == "embedding" and names[:1] == ("vocab",) and tied
         less += 2 * count * active_share(run, names) * (kind in ("matrix", "head") or scores)
-    return less - 6 * spec.trainable_count * bool(run.lora.rank)
+    trained = spec.named_trainable().values() if run.lora.rank else ()
+    return less - sum(6 * x.size * active_share(run, names) for x, names in trained)
 
 
 def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh) -> Throughput:

@@ -120,8 +120,8 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     if staged and n % 2 == 0:
         layouts |= _case(pipeline=2, data=n // 2)
     if staged and n % 4 == 0:
-        layers = 8 * len(run.model.get("layer_pattern", "1"))  # a layer a place
-        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2, "model.num_layers": layers}
+        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
+        chunks["model.num_layers"] = _layers_on(run, 8)
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
         for stage in (3, 2, 1, 0) if n > 4 else ():
@@ -206,9 +206,14 @@ def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
         return {path: value for path, value in ONE_DEVICE.items() if path.startswith("pipeline.")}
     from_file = layout["pipeline.schedule"].endswith(".json")
     microbatches = layout["pipeline.microbatches"] if from_file else stages
-    layers = stages * chunks * len(run.model.get("layer_pattern", "1"))
-    sizes = {"model.num_layers": layers} if "num_layers" in run.model else {}
+    sizes = {"model.num_layers": _layers_on(run, stages * chunks)} if "num_layers" in run.model else {}
     return {"pipeline.microbatches": microbatches} | sizes
+
+
+def _layers_on(run: RunConfig, places: int) -> int:
+    """Returns the layers of a model with a block on each place of a pipeline."""
+    layers_on = registry.model_hook(run.model_config, "layers_on")
+    return layers_on(places) if layers_on else places
 
 
 # --- the batch and the starting point -------------------------------------------------------------

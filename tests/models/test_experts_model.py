@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
 from jaxdist.interop import hf_config
-from jaxdist.models import experts, lora
+from jaxdist.models import experts
 from jaxdist.models.experts import Experts
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.optim.config import OptimizerConfig
@@ -491,18 +491,6 @@ def test_what_does_not_go_together_is_said_in_a_line(changes, said):
     assert not faults(MOE)
     (fault,) = faults(replace(MOE, **changes), "model.")
     assert said in fault and "\n" not in fault
-
-
-def test_adapters_leave_experts_alone_and_say_so():
-    config = lora.LoraConfig(rank=2)
-    spec = describe(lora.adapted(lambda rngs: Transformer(MOE, rngs=rngs), config))
-    assert not [path for path in spec.named_trainable() if "mlp" in path and "router" not in path]
-    assert "blocks/mlp/router/lora_a" in spec.named_trainable()
-    assert {"blocks/mlp/gate", "blocks/mlp/down"} <= spec.named_frozen().keys()
-    with pytest.raises(ConfigError) as raised:
-        describe(lora.adapted(lambda rngs: Transformer(MOE, rngs=rngs), replace(config, targets=("gate",))))
-    assert "blocks/mlp/gate: kernels of experts are not supported" in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_family_without_experts_does_not_take_a_model_that_has_them():

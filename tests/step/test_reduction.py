@@ -18,8 +18,9 @@ from jaxdist.planner import communication, targets
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
-from jaxdist.protocols.model import stack, who_sums_over_samples
+from jaxdist.protocols.model import stack
 from jaxdist.protocols.model_spec import describe
+from jaxdist.protocols.sample_sums import who_sums_over_samples
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import hlo

@@ -134,7 +134,7 @@ class _Ticks(Stage):
             x = _cond_if_needed(
                 self._prefer_mask("embed", "forward"),
                 at.any_embed,
-                lambda x: self.residual(self.embed(self.rest, at.e_mb)).astype(x.dtype),
+                lambda x: self.residual(self.embed(*self._in_tick(at.e_mb))).astype(x.dtype),
                 self._blank(carry),
             )
             carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
@@ -208,10 +208,12 @@ class _Ticks(Stage):
         if not self.edges_last:
             dx = execution.sum_over(dx, AXIS)
 
-        def embed(trained):
-            return self.embed(self.rest._replace(trained=trained), at.eb_mb)
+        rest, number = self._in_tick(at.eb_mb)
 
-        (drest,) = jax.vjp(embed, self.rest.trained)[1](self.residual(dx))
+        def embed(trained):
+            return self.embed(rest._replace(trained=trained), number)
+
+        (drest,) = jax.vjp(embed, rest.trained)[1](self.residual(dx))
         return carry._replace(sums=self._add_rest(carry.sums, self._mask_edge(wanted, drest)))
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
@@ -224,9 +226,16 @@ class _Ticks(Stage):
         """Returns whether most ticks that do `pace` do this too: then no predicate, but a mask.
 
         It is for E and EB, which cost little: a predicate would cost a copy of what it may change.
+        Layers behind the embedding cost more.
         """
+        if self.has_first_blocks:
+            return False
         ticks = self.program.ticks
         return 2 * getattr(ticks, f"any_{kind}").sum() >= getattr(ticks, f"any_{pace}").sum()
+
+    def _in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
+        """Returns what embeds a microbatch, and its number: see `_barrier_tick`."""
+        return _barrier_tick(self.rest, microbatch) if self.has_first_blocks else (self.rest, microbatch)
 
     @staticmethod
     def _blank(carry: Carry) -> jax.Array:

@@ -40,9 +40,10 @@ class Staging:
     """How a model's layers lie on stages, and what flows through them."""
 
     config: PipelineConfig
-    num_layers: int
+    num_layers: int  # blocks: layers, or groups of `block_layers` layers
     stages: int
     period: int = 1  # layers after which their kinds repeat; a place holds a multiple
+    block_layers: int = 1
 
     @property
     def microbatches(self) -> int:
@@ -78,9 +79,10 @@ class Staging:
         if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
             return
         if places > self.num_layers:
+            group = f"groups of {self.block_layers} layers that repeat" if self.block_layers > 1 else "layers"
             yield (
                 f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
-                f"{self.num_layers} layers; lower one of them to at most one place a layer"
+                f"{self.num_layers} {group}; lower one of them to at most one place a {group[:5]}"
             )
         elif self.period > 1 and (places - 1) * self.dims[2] >= self.num_layers:
             yield (

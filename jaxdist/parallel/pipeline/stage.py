@@ -22,6 +22,9 @@ from jaxdist.protocols.model import (
     BlockOutput,
     Loss,
     as_loss,
+    embedded,
+    layers_before,
+    layers_of,
     pattern_of,
     run_blocks,
     scan_layers,
@@ -63,8 +66,18 @@ class Stage:
         at = jnp.maximum(number, 0)
         return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
 
+    @property
+    def has_first_blocks(self) -> bool:
+        """Returns whether layers run where the embedding does, and so on every stage."""
+        return any("first_blocks" in tree for tree in self.rest)
+
     def embed(self, rest: StageParams, number) -> jax.Array:
-        return self.model(rest).embed(self.microbatch(number))
+        """Returns what enters the stack; of layers before it, their inputs alone are kept."""
+
+        def transform(block: Block) -> Block:
+            return rematerialised(block, "full" if self.cut.remat == "layers" else self.cut.remat)
+
+        return embedded(self.model(rest), self.microbatch(number), self.key, transform)
 
     def head(self, rest: StageParams, y: jax.Array, number) -> Loss:
         batch = self.microbatch(number)
@@ -76,24 +89,27 @@ class Stage:
 
     def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns what the blocks read of a microbatch, and the number of a chunk's first layer."""
-        fields = shared_fields(self.model(self.rest), self.microbatch(number))
-        return fields, (chunk * self.cut.stages + self.index) * self.cut.dims[2]
+        model = self.model(self.rest)
+        block = (chunk * self.cut.stages + self.index) * self.cut.dims[2]
+        first = layers_before(model) + block * len(layers_of(model.blocks))
+        return shared_fields(model, self.microbatch(number)), first
 
     def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
+        model = self.model(self.rest, blocks)
+        end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
 
         def transform(block: Block) -> Block:
             block = block if self.cut.remat == "layers" else rematerialised(block, self.cut.remat)
 
             def masked(parameters, x, info: BlockInfo):
                 y, *sums = block(parameters, x, info)
-                real = info.layer < self.cut.num_layers
+                real = info.layer < end
                 return BlockOutput(jnp.where(real, y, x), *where_real(real, sums))
 
             return masked if self.cut.num_layers < math.prod(self.cut.dims) else block
 
-        stack = self.model(self.rest, blocks).blocks
-        return run_blocks(stack, x, self.key, fields, transform, first=first, pattern=pattern)
+        return run_blocks(model.blocks, x, self.key, fields, transform, first=first, pattern=pattern)
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
         """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
@@ -103,8 +119,10 @@ class Stage:
             y, aux, stats = self.layers(_stacked(parameters), x, fields, layer, (kind,))
             return y, (x, aux, {name: sums[0] for name, sums in stats.items()})
 
-        pattern = pattern_of(self.model(self.rest, blocks).blocks)
-        y, (inputs, aux, stats) = scan_layers(one, x, blocks, pattern, first=first)
+        stack = self.model(self.rest, blocks).blocks
+        y, (inputs, aux, stats) = scan_layers(
+            one, x, blocks, pattern_of(stack), first=first, stride=len(layers_of(stack))
+        )
         return BlockOutput(y, jax.tree.map(lambda terms: terms.sum(0), aux), stats), inputs[1:]
 
     def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
@@ -132,8 +150,9 @@ class Stage:
             dparameters, dx = _pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
-        pattern = pattern_of(self.model(self.rest, blocks).blocks)
-        dx, dblocks = scan_layers(one, dy, (blocks, inputs), pattern, first=first, reverse=True)
+        stack = self.model(self.rest, blocks).blocks
+        kinds, stride = pattern_of(stack), len(layers_of(stack))
+        dx, dblocks = scan_layers(one, dy, (blocks, inputs), kinds, first=first, stride=stride, reverse=True)
         return dblocks, dx
 
     @staticmethod
