@@ -493,8 +493,9 @@ def test_what_does_not_go_together_is_said_in_a_line(changes, said):
     assert said in fault and "\n" not in fault
 
 
-def test_a_family_without_experts_does_not_take_a_model_that_has_them():
+def test_a_family_whose_layers_all_have_experts_takes_no_model_with_dense_ones():
+    config = replace(TINY, num_kv_heads=2, num_experts=E)
+    assert hf_config.fields_of(vars(config))[0].model_type == "mixtral"
     with pytest.raises(ConfigError) as raised:
-        hf_config.fields_of(vars(replace(TINY, num_kv_heads=2, num_experts=E)))
-    assert "model.num_experts=8" in str(raised.value)
-    assert hf_config.fields_of(vars(replace(TINY, num_kv_heads=2)))[0].model_type
+        hf_config.fields_of(vars(replace(config, first_dense_layers=1)))
+    assert "model.first_dense_layers=1" in str(raised.value)
