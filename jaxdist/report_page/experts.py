@@ -22,6 +22,10 @@ FIELDS = (
 NOT_CHARTED = (LOAD, "stats/fullest_layer")
 
 
+_MOST_STEPS = 200  # of a map; a run writes some 50
+_MOST_CELLS = 1 << 16  # more than a step writes
+
+
 def is_of_experts(field: str) -> bool:
     """Returns whether a field of metrics.jsonl has its place in the charts of experts, or in none."""
     return any(field.startswith(name) for name in (*(row[0] for row in FIELDS), *NOT_CHARTED))
@@ -34,6 +38,7 @@ def heat_maps(run: RunSummary) -> str:
     if not steps:
         return ""
     step, last = steps[-1]
+    steps = steps[:: -(-len(steps) // _MOST_STEPS)]
     layer, expert = max(
         ((y, x) for y, row in enumerate(last) for x in range(len(row))), key=lambda at: last[at[0]][at[1]]
     )
@@ -62,6 +67,8 @@ def relative_load(row: Row) -> list[list[float]] | None:
     layers = row.get(LOAD)
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
         return None
+    if sum(map(len, layers)) > _MOST_CELLS:
+        return None
     widths, numbers = {len(layer) for layer in layers}, [[number(x) for x in layer] for layer in layers]
     if len(widths) != 1 or not all(x is not None and 0 <= x < 2**53 for layer in numbers for x in layer):
         return None
@@ -82,14 +89,10 @@ def figures(row: Mapping[str, Any]) -> dict[str, float] | None:
         "rounds": "stats/exchange_rounds/mean",
     }
     values = {name: number(row.get(field)) for name, field in fields.items()}
-    if None in values.values():
+    known = {name: x for name, x in values.items() if x is not None and math.isfinite(x)}
+    if len(known) < len(fields):
         return None
-    whole = ("layer", "dead")
-    return {
-        name: int(x) if name in whole and math.isfinite(x) else x
-        for name, x in values.items()
-        if x is not None
-    }
+    return known | {name: int(known[name]) for name in ("layer", "dead")}
 
 
 def closing_lines(run: RunSummary) -> list[str]:

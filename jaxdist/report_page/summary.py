@@ -60,7 +60,8 @@ def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
     flops = info.get("flops_per_token")
     causal = flops.get("causal") if isinstance(flops, dict) else None
     values = (info.get("parameters"), info.get("active_parameters"), causal)
-    return {name: number(value) for name, value in zip(_SIZES, values, strict=True)}
+    known = zip(_SIZES, map(number, values), strict=True)
+    return {name: x if x is not None and math.isfinite(x) else None for name, x in known}
 
 
 def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:

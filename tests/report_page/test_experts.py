@@ -122,3 +122,9 @@ def test_the_status_is_one_line(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"parameters": 5, "active_parameters": 5}')
     assert status.main([str(tmp_path)]) == 0
     assert not {"experts", "model "} & set(re.findall(r"^\w+ ?", capsys.readouterr().out, re.M))
+    (tmp_path / "run.json").write_text('{"parameters": 1e999, "active_parameters": 5, "flops_per_token": []}')
+    row = json.dumps(
+        {"step": 2, "time": 1} | {f"stats/{name}/mean": 1.0 for name in ("dropped", "load_entropy")}
+    )
+    (tmp_path / "metrics.jsonl").write_text(row.replace("1.0", "1e999") + "\n")
+    assert status.main([str(tmp_path)]) == 0 and status.main([str(tmp_path), "--json"]) == 0

@@ -95,6 +95,9 @@ def _of_run(run: Path) -> dict[str, Reader]:
 
     (run / SKIPPED_FILE).write_text('{"windows": [[3, 5], [9, 12]]}')
     (run / "profile").mkdir(exist_ok=True)
+    load = json.dumps([[3, 1, 0, 4], [2, 2.5, 1, 2.5]])
+    lines = (f'{{"step": {step}, "time": 1.5, "stats/expert_load": {load}}}\n' for step in (1, 3, 6))
+    (run / "arrays.jsonl").write_text("".join(lines))
     ops = [{"op": "dot", "share": 0.5, "seconds": 0.25, "count": 3}]
     (run / "profile" / "top_ops.json").write_text(json.dumps(ops * 2))
     (run / "plan.txt").write_text("fits: 3 of 4 GiB\n")
@@ -108,6 +111,9 @@ def _of_run(run: Path) -> dict[str, Reader]:
         "events.jsonl": Reader([run / "events.jsonl"], LINES, events),
         "metrics.jsonl": Reader(
             [run / "metrics.jsonl"], LINES, lambda f: (report(f), metrics.read_rows(run))
+        ),
+        "arrays.jsonl": Reader(
+            [run / "arrays.jsonl"], LINES, lambda f: (report(f), metrics.read_arrays(run))
         ),
         "skipped.json": Reader([run / SKIPPED_FILE], JSON, skipped),
         "top_ops.json": Reader([run / "profile" / "top_ops.json"], JSON, report),
