@@ -1,5 +1,9 @@
-"""Attention over a split sequence, compiled ahead of time by libtpu for chips that are not here."""
+"""Attention over a split sequence, compiled ahead of time for chips that are not here.
 
+One child process a platform compiles all its cases and prints a JSON line per case.
+"""
+
+import importlib.util
 import json
 import re
 import sys
@@ -8,30 +12,32 @@ import pytest
 
 from support.compilers import compiled_apart
 
-pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
 pytestmark = pytest.mark.slow
 
-LAYERS, B, S, H, K, N = 2, 2, 8192, 16, 2, 128
-CASES = ("heads", "gather")
-SHARDS = 4
+LAYERS, B, S, H, K, N, SHARDS = 2, 2, 8192, 16, 2, 128, 4
+CASES = {  # platform, target, form
+    "heads": ("tpu", "v5e:2x2", "heads"),
+    "gather": ("tpu", "v5e:2x2", "gather"),
+    "h100": ("gpu", "h100:1x4", "heads"),
+}
 
 
-def _compile(form: str) -> dict:
-    """Returns what the compiler made of a form; runs in the child."""
+def _compile(case: str) -> dict:
+    """Returns what the compiler made of a case; runs in the child."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
     from jaxdist.ops.attention import attention
-    from jaxdist.parallel import execution, remat, sharding
-    from jaxdist.parallel import mesh as meshes
+    from jaxdist.parallel import execution, remat
+    from jaxdist.planner import targets
+    from jaxdist.telemetry import hlo
+    from support.experts import rules_and_mesh
+    from support.programs import collectives
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    config = meshes.MeshConfig(data=1, context=SHARDS)
-    mesh = meshes.build_mesh(config, devices)
-    rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size), attention=form)
+    platform, target, form = CASES[case]
+    rules, mesh = rules_and_mesh(targets.devices(targets.parse(target)), attention=form, context=SHARDS)
 
     def loss(w, x, k, ids):
         def layer(x, w):
@@ -51,42 +57,61 @@ def _compile(form: str) -> dict:
     k = abstract((B, S, K, N), jnp.bfloat16, "batch", "sequence", "kv_heads", None)
     ids = abstract((B, S), jnp.int32, "batch", "sequence")
     traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(w, x, k, ids)
-    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    text = compiled.as_text()
-    results = re.findall(r" = \(?([^=]*?)\)? (all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text)
-    moved: dict[str, list[list[int]]] = {"all-gather": [], "all-to-all": [], "reduce-scatter": []}
-    for shapes, kind in results:
-        for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", shapes):
-            moved[kind].append([int(dim) for dim in dims.split(",") if int(dim) > 1])
+    text = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).compile().as_text()
+    moved = collectives(hlo.parse(text), ("all-to-all", "all-gather", "reduce-scatter"))
     return {
         "kernels": sorted(re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)),
-        "moved": moved,
-        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "cudnn": sorted(set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))),
+        "moved": [(kind, tuple(dim for dim in shape if dim > 1)) for _, kind, _, shape in moved],
     }
 
 
-def _results() -> dict[str, dict]:
-    return compiled_apart(__file__, timeout=600)
+def results(platform: str) -> dict[str, dict]:
+    return compiled_apart(__file__, platform, timeout=900)
 
 
-@pytest.mark.parametrize("form", CASES)
+def _moved(row: dict, kind: str) -> list[list[int]]:
+    return [shape for own, shape in row["moved"] if own == kind]
+
+
+TPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]"
+)
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="ahead-of-time GPU compiles need its plugin: jaxdist[aot-gpu]",
+)
+
+
+@TPU
+@pytest.mark.parametrize("form", ["heads", "gather"])
 def test_one_kernel_a_direction(form):
-    assert _results()[form]["kernels"] == ["dkv", "dq", "fwd"]
+    assert results("tpu")[form]["kernels"] == ["dkv", "dq", "fwd"]
 
 
+@TPU
 def test_heads_change_places_and_nothing_is_gathered():
-    moved = _results()["heads"]["moved"]
-    assert len(moved["all-to-all"]) == 8  # q, k, v and the output; and their gradients
-    assert not moved["all-gather"] and not moved["reduce-scatter"]
+    row = results("tpu")["heads"]
+    assert len(_moved(row, "all-to-all")) == 8  # q, k, v and the output; and their gradients
+    assert not _moved(row, "all-gather") and not _moved(row, "reduce-scatter")
 
 
+@TPU
 def test_keys_and_values_are_gathered_as_they_are():
-    moved = _results()["gather"]["moved"]
-    assert moved["all-gather"] == [[B, S, K, N]] * 2
-    assert moved["reduce-scatter"] == [[B, S // SHARDS, K, N]] * 2
-    assert not moved["all-to-all"]
+    row = results("tpu")["gather"]
+    assert _moved(row, "all-gather") == [[B, S, K, N]] * 2
+    assert _moved(row, "reduce-scatter") == [[B, S // SHARDS, K, N]] * 2
+    assert not _moved(row, "all-to-all")
+
+
+@GPU
+def test_cudnn_sees_whole_sequences_of_its_own_heads():
+    row = results("gpu")["h100"]
+    assert len(row["cudnn"]) == 2, "a kernel a direction"
+    assert _moved(row, "all-to-all") and not _moved(row, "all-gather")
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
-        print(json.dumps({"case": case} | _compile(case)), flush=True)
+    for case, (platform, *_) in CASES.items():
+        if platform in sys.argv[1:]:
+            print(json.dumps({"case": case} | _compile(case)), flush=True)
