@@ -6,6 +6,7 @@ Shapes: `B` batch, `S` sequence, `T` new tokens, `H` query heads, `K` kv heads, 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -60,9 +61,10 @@ def attention(
     _check_options(causal, window, implementation)
     window = window if window and window < q_BSHN.shape[1] else None  # kernels without a window do less
     options = Options(scale or q_BSHN.shape[3] ** -0.5, causal, softcap, window)
-    form = context_attention.choose_form(q_BSHN.shape)
-    packed = segment_ids_BS is not None
-    backend = BACKENDS.get(implementation) or choose(q_BSHN, options, segments=packed, parts=form.parts)
+    form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
+    asked: dict[str, Any] = {"segments": segment_ids_BS is not None, "parts": form.parts}
+    asked["pieces"] = form.name == "ring"
+    backend = BACKENDS.get(implementation) or choose(q_BSHN, options, **asked)
     k_BSKN, v_BSKN = (_spread(x, q_BSHN, form.head_shards) for x in (k_BSKN, v_BSKN))
     run = partial(form.run, backend, options)
     run = partial(_per_device, run, form) if backend.is_kernel or form.splits_sequence else run

@@ -2,7 +2,8 @@
 
 A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences of one device's
 batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first. Where it can, a second
-function (q, k, v, segment_ids, part, options=) -> out is for a part of the queries and all keys.
+function (q, k, v, segment_ids, part, options=) -> out is for a part of the queries and all keys, and `Pieces`
+are for parts of both.
 """
 
 import math
@@ -14,7 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.attention_reference import Options, Part, reference, reference_of_part
+from jaxdist.ops.attention_reference import (
+    Options,
+    Part,
+    Pieces,
+    reference,
+    reference_of_part,
+    reference_pieces,
+)
 from jaxdist.parallel import execution
 
 
@@ -24,21 +32,33 @@ class Backend:
 
     run: Callable[..., jax.Array]
     run_part: Callable[..., jax.Array] | None = None
+    pieces: Pieces | None = None
     platforms: tuple[str, ...] = ("tpu", "gpu", "cpu")
     dtypes: tuple[str, ...] = ()  # of q, k and v; (): any
     head_size_multiple: int = 1
     max_head_size: float = math.inf
     length_multiple: int = 1
-    part_multiple: int = 1  # of the queries of a part
+    part_multiple: int = 1  # of the queries of a part, and the keys of a piece
     window: bool = True
     softcap: bool = True
     segments: bool = True
     is_kernel: bool = True  # the partitioner cannot look into it: it is called device by device
 
     def refusal(
-        self, q_BSHN: jax.Array, options: Options, *, segments: bool = False, parts: int = 1
+        self,
+        q_BSHN: jax.Array,
+        options: Options,
+        *,
+        segments: bool = False,
+        parts: int = 1,
+        pieces: bool = False,
     ) -> str | None:
-        """Returns why it cannot compute this in the execution in force, or None; parts: of the queries."""
+        """Returns why it cannot compute this in the execution in force, or None.
+
+        Args:
+          parts: of the queries, of which a call has one.
+          pieces: of the keys, too.
+        """
         now, dtype, every = execution.current(), str(q_BSHN.dtype), self.length_multiple
         _, length, _, head_size = q_BSHN.shape
         platforms = " and ".join(self.platforms)
@@ -51,7 +71,10 @@ class Backend:
             "a softcap is set": options.softcap is not None and not self.softcap,
             "a window is set": options.window is not None and not self.window,
             "documents are packed": segments and not self.segments,
-            "each device has all keys for a part of the queries": parts > 1 and self.run_part is None,
+            "keys and values travel from device to device": pieces and self.pieces is None,
+            "each device has all keys for a part of the queries": parts > 1
+            and not pieces
+            and self.run_part is None,
             f"{length // parts} queries a device are no multiple of {self.part_multiple}": parts > 1
             and length // parts % self.part_multiple,
             f"sequence length {length} is not a multiple of {every}": length % every,
@@ -59,10 +82,12 @@ class Backend:
         return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def choose(q_BSHN: jax.Array, options: Options, *, segments: bool, parts: int = 1) -> Backend:
+def choose(
+    q_BSHN: jax.Array, options: Options, *, segments: bool, parts: int = 1, pieces: bool = False
+) -> Backend:
     """Returns the first backend that supports this; warns why one for this platform does not."""
     for name, backend in BACKENDS.items():
-        reason = backend.refusal(q_BSHN, options, segments=segments, parts=parts)
+        reason = backend.refusal(q_BSHN, options, segments=segments, parts=parts, pieces=pieces)
         if reason is None:
             return backend
         if execution.current().platform in backend.platforms:
@@ -82,6 +107,14 @@ def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
 def _splash_part(q, k, v, segment_ids, part: Part, *, options: Options) -> jax.Array:
     splash = extras.load("jaxdist.ops.splash")
     return splash.splash_attention_of_part(q, k, v, segment_ids, part, options=options)
+
+
+def _splash_piece(*arguments) -> tuple[jax.Array, jax.Array]:
+    return extras.load("jaxdist.ops.splash").piece(*arguments)
+
+
+def _splash_piece_gradients(*arguments) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return extras.load("jaxdist.ops.splash").piece_gradients(*arguments)
 
 
 def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
@@ -107,7 +140,13 @@ def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
 
 
 BACKENDS = {
-    "splash": Backend(_splash, _splash_part, ("tpu",), part_multiple=128),
+    "splash": Backend(
+        _splash,
+        _splash_part,
+        Pieces(_splash_piece, _splash_piece_gradients),
+        platforms=("tpu",),
+        part_multiple=128,
+    ),
     # Limits: jax._src.cudnn.fused_attention.
     "cudnn": Backend(
         _cudnn,
@@ -118,5 +157,5 @@ BACKENDS = {
         length_multiple=2,
         softcap=False,
     ),
-    "reference": Backend(reference, reference_of_part, is_kernel=False),
+    "reference": Backend(reference, reference_of_part, reference_pieces, is_kernel=False),
 }

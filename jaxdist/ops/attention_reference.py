@@ -7,9 +7,9 @@ skips nearly half of the work and no [S, S] array exists. On CPU a layer with it
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,25 @@ class Part:
         return jax.lax.dynamic_slice_in_dim(x_BS, self.index * size, size, 1)
 
 
+class Pieces(NamedTuple):
+    """Attention of some queries to some keys, as parts of a softmax, and their gradients. No window.
+
+    forward: (q, k, v, segment ids of q, of k, options) -> (out [B, S, H, N], logsumexp [B, S, H]), float32.
+    backward: (queries, k, v, segment ids of q, of k, options) -> gradients of q, k and v in float32; queries
+    have q, and out, its gradient `grad`, and the logsumexp `lse` of the whole softmax.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class _Rows(NamedTuple):
+    """What is known of queries that are not those of the keys' own places."""
+
+    first: jax.Array | int  # place of the first
+    ids: jax.Array | None  # their segment ids
+
+
 def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, slice]]:
     """Yields blocks: rows of queries, and the columns of keys that they see, all of them if not causal.
 
@@ -66,14 +85,14 @@ def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, s
 
 
 def _logits(
-    q_BKGSN, k_BKSN, segment_ids_BS, part: Part | None, rows: slice, columns: slice, options: Options
+    q_BKGSN, k_BKSN, segment_ids_BS, at: _Rows | None, rows: slice, columns: slice, options: Options
 ) -> jax.Array:
     """Returns the capped and masked logits of a block, [B, K, G, rows, columns]."""
     s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
     s = soft_capped(s, options.softcap)
     if options.causal:
         row = jnp.arange(rows.start, rows.stop)[:, None]
-        row = row if part is None else row + part.index * q_BKGSN.shape[3]
+        row = row if at is None else row + at.first
         column = jnp.arange(columns.start, columns.stop)[None, :]
         seen = row >= column
         if options.window is not None:
@@ -82,7 +101,7 @@ def _logits(
         s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
     if segment_ids_BS is not None:
         ids = segment_ids_BS[:, None, None]
-        own = ids if part is None else part.of(segment_ids_BS)[:, None, None]
+        own = ids if at is None or at.ids is None else at.ids[:, None, None]
         same = own[..., rows, None] == ids[..., None, columns]
         s = jnp.where(same, s, MASKED)
     return s
@@ -110,45 +129,49 @@ def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.A
     return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, index, count: int, options: Options) -> jax.Array:
-    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, Part(index, count))[0]
+def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None = None):
+    arrays = q_BSHN, k_BSKN, v_BSKN, segment_ids_BS
+    outs, logsumexps = _attend(*arrays, options, at)
+    out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
+    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
+    return out_BSHN, (*arrays, out_BSHN, checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS))
 
 
-def reference_of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options) -> jax.Array:
-    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N]."""
-    return _of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part.index, part.count, options)
-
-
-def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, part: Part | None = None):
+def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None):
+    """Returns blocks' results [B, K, G, rows, N] and their logits' logsumexps [B, K, G, rows, 1], float32."""
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     outs, logsumexps = [], []
     for rows, columns in _blocks(q_BSHN.shape[1], k_BSKN.shape[1], options):
-        s = _logits(q, k, segment_ids_BS, part, rows, columns, options)
+        s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
         peak = s.max(-1, keepdims=True)
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
         # Dividing the output, not the probabilities, is S / N times less work.
         outs.append(einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total)
         logsumexps.append(peak + jnp.log(total))
-    out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
-    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
-    logsumexp = checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS)
-    return out_BSHN, (q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp)
+    return outs, logsumexps
 
 
-def _backward(options: Options, residuals, grad_BSHN: jax.Array, part: Part | None = None):
+def _backward(options: Options, residuals, grad_BSHN: jax.Array):
+    q_BSHN, k_BSKN, v_BSKN = residuals[:3]
+    dq, dk, dv = _gradients(options, residuals, grad_BSHN, None)
+    dk, dv = (x.transpose(0, 3, 1, 2).astype(k_BSKN.dtype) for x in (dk, dv))
+    return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
+
+
+def _gradients(options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None):
+    """Returns the gradients of q [B, K, G, S, N], k and v [B, K, N, keys], float32."""
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     B, K, G, S, N = q.shape
     # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
     inner = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
-    inner = inner.reshape(B, S, K, G).transpose(0, 2, 3, 1)[..., None]
+    inner = _by_kv_head(inner, K)
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
     dqs, dk, dv = [], jnp.zeros((B, K, N, keys)), jnp.zeros((B, K, N, keys))
     for rows, columns in _blocks(S, keys, options):
-        s = _logits(q, k, segment_ids_BS, part, rows, columns, options)
+        s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])
@@ -160,9 +183,13 @@ def _backward(options: Options, residuals, grad_BSHN: jax.Array, part: Part | No
         dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
         dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
         dk, dv = _add(dk, dk_block, columns), _add(dv, dv_block, columns)
-    dq = jnp.concatenate(dqs, 3) * options.scale
-    dk, dv = (x.transpose(0, 3, 1, 2).astype(k_BSKN.dtype) for x in (dk, dv))
-    return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
+    return jnp.concatenate(dqs, 3) * options.scale, dk, dv
+
+
+def _by_kv_head(x_BSH: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns [B, K, G, S, 1]."""
+    B, S, H = x_BSH.shape
+    return x_BSH.reshape(B, S, kv_heads, H // kv_heads).transpose(0, 2, 3, 1)[..., None]
 
 
 def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
@@ -174,15 +201,50 @@ def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
 reference.defvjp(_forward, _backward)
 
 
-def _part_forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, index, count: int, options: Options):
-    part = Part(index, count)
-    out_BSHN, residuals = _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, part)
-    return out_BSHN, (residuals, index)
+# --- parts of the queries, and of the keys ----------------------------------------------------------
 
 
-def _part_backward(count: int, options: Options, residuals, grad_BSHN: jax.Array):
-    arrays, index = residuals
-    return *_backward(options, arrays, grad_BSHN, Part(index, count)), None
+def reference_of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options) -> jax.Array:
+    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N]."""
+    own_ids = None if segment_ids_BS is None else part.of(segment_ids_BS)
+    rows = _Rows(part.index * q_BSHN.shape[1], own_ids)
+    return _of_rows(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, rows, options)
 
 
-_of_part.defvjp(_part_forward, _part_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _of_rows(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options) -> jax.Array:
+    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, at)[0]
+
+
+def _rows_forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options):
+    out_BSHN, residuals = _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, at)
+    return out_BSHN, (residuals, at)
+
+
+def _rows_backward(options: Options, saved, grad_BSHN: jax.Array):
+    residuals, at = saved
+    q, k, v = (x.dtype for x in residuals[:3])
+    dq, dk, dv = _gradients(options, residuals, grad_BSHN, at)
+    dk, dv = (x.transpose(0, 3, 1, 2).astype(dtype) for x, dtype in ((dk, k), (dv, v)))
+    return _sequence_major(dq, q), dk, dv, None, None
+
+
+_of_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options) -> tuple[jax.Array, jax.Array]:
+    out, lse = (
+        jnp.concatenate(x, 3) for x in _attend(q_BSHN, k_BSKN, v_BSKN, ids, options, _Rows(0, own_ids))
+    )
+    lse_BSH = lse[..., 0].transpose(0, 3, 1, 2).reshape(q_BSHN.shape[:3])
+    return _sequence_major(out, jnp.float32), lse_BSH
+
+
+def _piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options):
+    lse = _by_kv_head(queries.lse, k_BSKN.shape[2])
+    residuals = queries.q, k_BSKN, v_BSKN, ids, queries.out, lse
+    dq, dk, dv = _gradients(options, residuals, queries.grad, _Rows(0, own_ids))
+    return _sequence_major(dq, jnp.float32), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
+
+
+reference_pieces = Pieces(_piece, _piece_gradients)

@@ -1,9 +1,10 @@
-"""Attention over a sequence that devices share out over the mesh axis `context`: two forms of it.
+"""Attention over a sequence that devices share out over the mesh axis `context`: three forms of it.
 
 heads: an all-to-all gives every device whole sequences of a part of the heads, another gives the results
 back (DeepSpeed-Ulysses, arXiv:2309.14509). Any backend computes it, masks are those of whole sequences, and
-all devices have equal work. gather: every device gets all keys and values, and attends with its own part of
-the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); the last part sees the most keys.
+all devices have equal work. gather: every device gets all keys and values, or those that its window reaches,
+and attends with its own part of the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); without a
+window the last part sees the most keys. ring: see `ring_attention`.
 
 Letters: c size of the axis, else see `attention`.
 """
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jaxdist.config import ConfigError
 from jaxdist.ops.attention_backends import Backend
 from jaxdist.ops.attention_reference import Options, Part
+from jaxdist.ops.ring_attention import Ring, ring_attention
 from jaxdist.parallel import execution
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
@@ -27,7 +29,7 @@ from jaxdist.parallel.sharding import Rules
 class Form:
     """How devices compute attention together."""
 
-    name: str  # "whole": no device has a part of the sequence; else "heads" or "gather"
+    name: str  # "whole": no device has a part of the sequence; else "heads", "gather" or "ring"
     context: int  # devices that share out the sequence
     head_shards: int  # devices that share out the heads
 
@@ -37,8 +39,8 @@ class Form:
 
     @property
     def parts(self) -> int:
-        """Returns the parts of the queries, of which a backend sees one with all keys."""
-        return self.context if self.name == "gather" else 1
+        """Returns the parts of the queries, of which a backend sees one at a time."""
+        return {"gather": self.context, "ring": 2 * self.context}.get(self.name, 1)
 
     def run(self, backend: Backend, options: Options, q, k, v, segment_ids_BS) -> jax.Array:
         """Returns attention as a device has it: called with its own part of the arrays, ids excepted."""
@@ -48,9 +50,37 @@ class Form:
             q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v))
             out = backend.run(q, k, v, segment_ids_BS, options=options)
             return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+        if self.name == "ring":
+            assert backend.pieces is not None
+            return ring_attention(q, k, v, segment_ids_BS, Ring(backend.pieces, options, self.context))
         assert backend.run_part is not None
+        hops = -(-(options.window - 1) // q.shape[1]) if options.window else self.context
+        if hops < self.context - 1:
+            k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
+            part, ids = Part(jnp.int32(hops), hops + 1), _ids_before(segment_ids_BS, q, hops, self.context)
+            return backend.run_part(q, k, v, ids, part, options=options)
         part = Part(jax.lax.axis_index(AXIS), self.context)
         return backend.run_part(q, _gathered(k), _gathered(v), segment_ids_BS, part, options=options)
+
+
+def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
+    """Returns the keys of so many devices before this one, and its own: all that a window reaches."""
+    before = [
+        jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])
+        for hop in range(hops, 0, -1)
+    ]
+    return jnp.concatenate([*before, k_BSKN], axis=1)
+
+
+def _ids_before(segment_ids_BS: jax.Array | None, q: jax.Array, hops: int, size: int) -> jax.Array:
+    """Returns the segment ids of those keys; what comes round from the sequence's end is nobody's."""
+    length = q.shape[1]
+    if segment_ids_BS is None:
+        segment_ids_BS = jnp.zeros((q.shape[0], length * size), jnp.int32)
+    nobody = jnp.iinfo(jnp.int32).min
+    padded = jnp.pad(segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=nobody)
+    start = jax.lax.axis_index(AXIS) * length
+    return jax.lax.dynamic_slice_in_dim(padded, start, (hops + 1) * length, 1)
 
 
 def _gathered(k_BSKN: jax.Array) -> jax.Array:
@@ -60,8 +90,10 @@ def _gathered(k_BSKN: jax.Array) -> jax.Array:
     return jax.lax.all_gather(wide, AXIS, axis=1, tiled=True).astype(k_BSKN.dtype)
 
 
-def choose_form(dims: Sequence[int]) -> Form:
+def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:
     """Returns how queries [B, S, H, N] attend in the execution in force.
+
+    A ring knows no window, and its chunks are of one size: elsewhere `ring` gathers.
 
     Raises:
       ConfigError: context.attention=heads, and heads that do not divide.
@@ -70,7 +102,9 @@ def choose_form(dims: Sequence[int]) -> Form:
     size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
     if size == 1 or dims[1] % size:
         return Form("whole", 1, tensor)
-    if not _heads_divide(rules, dims[2]):
+    if rules.attention == "ring" and not window and dims[1] % (2 * size) == 0:
+        return Form("ring", size, tensor)
+    if rules.attention == "ring" or not _heads_divide(rules, dims[2]):
         if rules.attention == "heads":
             raise ConfigError(_refusal(rules, dims[2]))
         return Form("gather", size, tensor)
@@ -79,8 +113,17 @@ def choose_form(dims: Sequence[int]) -> Form:
     return Form("heads", size, _head_shards(rules, dims[2]))
 
 
-def faults(rules: Rules, heads: int) -> Iterator[str]:
-    """Yields what is wrong with context.attention for so many query heads."""
+def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
+    """Yields what is wrong with context.attention for sequences of a length and so many query heads."""
+    size = rules.shape.sizes[AXIS]
+    parts, name = size, f"mesh.context={size}"
+    if rules.attention == "ring":
+        parts, name = 2 * size, f"2 x {name} (context.attention=ring)"
+    if size > 1 and length % parts:
+        legal = " or ".join(str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n)
+        yield f"batch.sequence_length={length} is not divisible by {name}; nearest legal lengths: {legal}"
+    if heads is None:
+        return
     if rules.attention == "heads" and rules.shape.sizes[AXIS] > 1 and not _heads_divide(rules, heads):
         yield _refusal(rules, heads)
 
@@ -101,6 +144,11 @@ def explain(rules: Rules, length: int, heads: int, kv_heads: int, head_size: int
     token, part = head_size * itemsize / 1e6, length // size
     keys = 2 * copied_heads(kv_heads, heads, tensor) // _shards_of(heads, tensor) * token
     gather = f"gather sends {keys * part * (size - 1):,.1f} MB, holds all of {keys * length:,.1f} MB"
+    if rules.attention == "ring":
+        moved = 2 * heads // _shards_of(heads, tensor) * token + keys  # to where all have equal work
+        sent, held = (moved + keys * (size - 1)) * part, 2 * keys * part
+        ring = f"ring sends {sent:,.1f} MB, holds parts of {held:,.1f} MB"
+        return [f"context {size}: attention by ring: set by context.attention; {ring}; {gather}"]
     if not _heads_divide(rules, heads):
         return [f"context {size}: attention by gather: {_indivisible(rules, heads)}; {gather}"]
     shards = _head_shards(rules, heads)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from jaxdist.ops.attention_reference import Options, Part
 from jaxdist.parallel.remat import RESIDUALS
@@ -98,6 +99,44 @@ def splash_attention_of_part(
     return out_BHSN.swapaxes(1, 2)
 
 
+def piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
+    """Returns attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S, H]: see `Pieces`."""
+    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, 1, True)
+    segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
+    q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
+    out, (lse,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+    return out.swapaxes(1, 2).astype(jnp.float32), lse.swapaxes(1, 2)
+
+
+def piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
+    """Returns the gradients of q, k and v in float32: see `Pieces`.
+
+    jax gives kernels that return their logsumexp no gradient; the kernels that would compute it are private.
+    """
+    kernel = _kernel(k_BSKN.shape[1], queries.q.shape[2], options, interpret, 1, True)
+    segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
+    scale = jnp.asarray(options.scale, queries.q.dtype)
+
+    backward: Any = splash_attention_kernel._splash_attention_bwd
+
+    def one(arrays, segments):
+        q, k, v, out, lse, grad = arrays
+        tables = kernel.dq_mask_info, kernel.dkv_mask_info
+        residuals = (q, k, v, segments, None, out, lse, *tables)
+        return backward(*map(kernel.kwargs.get, _STATIC), interpret, residuals, grad)[3:6]
+
+    arrays = queries.q * scale, k_BSKN, v_BSKN, queries.out, queries.lse, queries.grad
+    heads_first = [x.swapaxes(1, 2) for x in arrays]
+    dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in jax.vmap(one)(heads_first, segments))
+    return dq * options.scale, dk, dv
+
+
+_STATIC = (
+    "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
+    "attn_logits_soft_cap",
+)  # fmt: skip
+
+
 def block_size(sequence_length: int) -> int:
     """Returns the largest multiple of 128, at most 512, that divides the (padded) sequence."""
     blocks = range(MAX_BLOCK, LANES, -LANES)
@@ -110,7 +149,9 @@ def _pad(x: jax.Array, length: int, value: int) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(length: int, num_heads: int, options: Options, interpret: bool, parts: int = 1) -> Any:
+def _kernel(
+    length: int, num_heads: int, options: Options, interpret: bool, parts: int = 1, residuals: bool = False
+) -> Any:
     """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
     Its tables are those of all parts of the queries, one after another. Cached, since the walk over the
@@ -130,7 +171,8 @@ def _kernel(length: int, num_heads: int, options: Options, interpret: bool, part
             head_shards=1,
             q_seq_shards=parts,
             attn_logits_soft_cap=options.softcap,
-            residual_checkpoint_name=RESIDUALS,
+            save_residuals=residuals,
+            residual_checkpoint_name=None if residuals else RESIDUALS,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)

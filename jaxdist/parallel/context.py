@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AXIS = "context"
-AttentionForm = Literal["auto", "heads", "gather"]
+AttentionForm = Literal["auto", "heads", "gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -12,5 +12,5 @@ class ContextConfig:
     """What attention does where mesh.context splits the sequence."""
 
     # heads: a device gets whole sequences of some heads; gather: all keys and values for its own queries;
-    # auto: heads where they divide by context x tensor, else gather
+    # ring: those of one device after another; auto: heads if they divide by context x tensor, else gather
     attention: AttentionForm = "auto"

@@ -110,20 +110,14 @@ def _expert_faults(shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
 
 
 def _context_faults(run: RunConfig, rules: Rules) -> Iterator[str]:
-    size, length = rules.shape.sizes["context"], run.batch.sequence_length
+    size = rules.shape.sizes["context"]
     if size == 1:
         return
     if not run.data.is_text:
         yield f"mesh.context={size}: data.source={run.data.source} has no sequences; set mesh.context=1"
         return
-    if length % size:
-        legal = " or ".join(str(n) for n in (length // size * size, -(-length // size) * size) if n)
-        yield (
-            f"batch.sequence_length={length} is not divisible by mesh.context={size}; nearest legal lengths: "
-            f"{legal}"
-        )
-    if heads := getattr(run.model_config, "num_heads", None):
-        yield from context_attention.faults(rules, heads)
+    heads = getattr(run.model_config, "num_heads", None)
+    yield from context_attention.faults(rules, run.batch.sequence_length, heads)
 
 
 def _merged(faults: Iterable[str]) -> list[str]:

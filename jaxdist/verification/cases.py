@@ -140,7 +140,9 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
 
 def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overrides]:
     """Returns the layouts whose devices share out sequences."""
-    layouts = _case(context=n) | _case(", gather", {"context.attention": "gather"}, context=n)
+    layouts = _case(context=n)
+    for form in ("gather", "ring"):
+        layouts |= _case(f", {form}", {"context.attention": form}, context=n)
     if n % 4 == 0 and n > 4:
         layouts |= _case(fsdp=n // 4, context=2, tensor=2)
         if staged and experts:

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
-from jaxdist.ops import context_attention
+from jaxdist.ops import context_attention, splash
 from jaxdist.ops.attention import attention
-from jaxdist.ops.attention_reference import Options, Part, reference_of_part
-from jaxdist.ops.splash import splash_attention_of_part
+from jaxdist.ops.attention_reference import Options, Part, reference_of_part, reference_pieces
+from jaxdist.ops.ring_attention import Queries
 from jaxdist.parallel import execution
 from support.experts import rules_and_mesh
 
@@ -70,21 +70,28 @@ def _named(q, k, v, **options):
 
 # sizes of the axes, heads, kv heads, forms
 LAYOUTS = {
-    "context": ({"context": 8}, 8, 4, ("heads", "gather")),
+    "context": ({"context": 8}, 8, 4, ("heads", "gather", "ring")),
     "one_kv_head": ({"context": 8}, 8, 1, ("heads", "gather")),
-    "mixed": ({"fsdp": 2, "context": 2, "tensor": 2}, 8, 4, ("heads", "gather")),
+    "mixed": ({"fsdp": 2, "context": 2, "tensor": 2}, 8, 4, ("heads", "gather", "ring")),
     "copied_kv_heads": ({"context": 4, "tensor": 2}, 24, 6, ("heads", "gather")),
     "indivisible": ({"data": 2, "context": 4}, 6, 3, ("gather", "auto")),
     "tensor_does_not_divide": ({"context": 2, "tensor": 4}, 6, 2, ("heads", "gather")),
 }
-OPTIONS = {"packed": {"segment_ids_BS": _segments(), "softcap": 2.0}, "window": {"window": 20, "scale": 0.3}}
-CASES = {
-    f"{name}-{form}": (sizes, H, K, form) for name, (sizes, H, K, forms) in LAYOUTS.items() for form in forms
+OPTIONS = {
+    "packed": {"segment_ids_BS": _segments(), "softcap": 2.0},
+    "window": {"window": 20, "scale": 0.3},
+    "not_causal": {"causal": False, "segment_ids_BS": _segments()},
 }
+QUICK = ("context", "mixed")
+CASES = [
+    pytest.param(sizes, H, K, form, id=f"{name}-{form}", marks=[] if name in QUICK else pytest.mark.slow)
+    for name, (sizes, H, K, forms) in LAYOUTS.items()
+    for form in forms
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("sizes", "heads", "kv_heads", "form"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("sizes", "heads", "kv_heads", "form"), CASES)
 def test_layouts_equal_one_device(sizes, heads, kv_heads, form, options):
     arrays = _arrays(heads, kv_heads)
     wanted = _results(functools.partial(attention, **options), arrays)
@@ -94,7 +101,7 @@ def test_layouts_equal_one_device(sizes, heads, kv_heads, form, options):
     assert got[0].addressable_shards[0].data.size * devices == got[0].size  # each has its own part
 
 
-@pytest.mark.parametrize("form", ["heads", "gather"])
+@pytest.mark.parametrize("form", ["heads", "gather", "ring"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_a_region_of_other_axes(form, dtype):
     """As a pipeline's stages call it, which take gradients inside."""
@@ -129,7 +136,31 @@ def test_the_kernel_of_a_part_interpreted_equals_the_reference(options):
 
     wanted = _results(functools.partial(attention, segment_ids_BS=ids, **options), (q, k, v, weight))
     assert _worst(of_parts(reference_of_part, 4), wanted) < 2e-6
-    assert _worst(of_parts(splash_attention_of_part, 2, interpret=True), wanted) < 1e-5
+    assert _worst(of_parts(splash.splash_attention_of_part, 2, interpret=True), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pieces_of_the_kernel_interpreted_equal_the_reference(causal):
+    shaped = Options(0.2, causal, 2.0, None)
+    q, k, v, grad = _arrays(2, 1, 64, 256, 1)
+    ids, others = _segments(1, 256), jnp.roll(_segments(1, 256), 40, axis=1)
+    others = ids if causal else others
+    arrays = k, v, ids, others, shaped
+    out, lse = reference_pieces.forward(q, *arrays)
+    queries = Queries(q, out, grad, lse + 0.1)  # as if other keys had a part in the softmax, too
+    wanted = out, lse, *reference_pieces.backward(queries, *arrays)
+    got = *splash.piece(q, *arrays, interpret=True), *splash.piece_gradients(queries, *arrays, interpret=True)
+    seen = lse > -1e20  # where a query sees none of the keys, what comes out has no weight
+    masked = [jnp.where(seen[..., None], x[0], 0) for x in (got, wanted)]
+    assert _worst([masked[0], jnp.where(seen, got[1], 0)], [masked[1], jnp.where(seen, lse, 0)]) < 1e-5
+    assert _worst(got[2:], wanted[2:]) < 1e-5
+    assert bool(jnp.all(got[1][~seen] < -1e20))
+
+
+def test_a_ring_of_an_odd_number_of_devices():
+    arrays = _arrays(4, 2, length=48)
+    wanted = _results(attention, arrays)
+    assert _worst(_results(_sharded("ring", {"context": 3}), arrays), wanted) < 2e-6
 
 
 def _rules(form: str, **sizes):
@@ -138,12 +169,12 @@ def _rules(form: str, **sizes):
 
 def test_heads_that_do_not_divide_are_refused_with_what_auto_takes():
     rules, mesh = rules_and_mesh(attention="heads", context=4, tensor=2)
-    (text,) = context_attention.faults(rules, 12)
+    (text,) = context_attention.faults(rules, 64, 12)
     assert "12 query heads" in text and "mesh.context=4 x mesh.tensor=2" in text and "takes gather" in text
     with pytest.raises(ConfigError, match="multiple of 8"), execution.activate(mesh, rules):
         attention(*_arrays(12, 12)[:3])
-    assert not [*context_attention.faults(_rules("auto", context=4, tensor=2), 12)]
-    assert not [*context_attention.faults(_rules("heads", context=4, tensor=2), 16)]
+    assert not [*context_attention.faults(_rules("auto", context=4, tensor=2), 64, 12)]
+    assert not [*context_attention.faults(_rules("heads", context=4, tensor=2), 64, 16)]
 
 
 def test_the_choice_is_explained_in_bytes():
@@ -154,6 +185,10 @@ def test_the_choice_is_explained_in_bytes():
     assert "by heads" in text and f"heads sends {1024 * 80 * 256 * 7 / 8 / 1e6:,.1f} MB" in text
     assert f"gather sends {1024 * 16 * 256 * 7 / 1e6:,.1f} MB" in text
     assert f"holds all of {8192 * 16 * 256 / 1e6:,.1f} MB" in text
+    (text,) = context_attention.explain(_rules("ring", context=8), *shape)
+    # Queries, results, keys and values once to where work is equal; keys and values to seven others.
+    assert f"ring sends {1024 * (80 + 16 * 7) * 256 / 1e6:,.1f} MB" in text
+    assert f"holds parts of {2 * 1024 * 16 * 256 / 1e6:,.1f} MB" in text
     (text,) = context_attention.explain(_rules("auto", context=8), 8192, 12, 4, 128, 2)
     assert "by gather: 12 query heads are not divisible" in text
 

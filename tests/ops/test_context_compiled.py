@@ -15,10 +15,13 @@ from support.compilers import compiled_apart
 pytestmark = pytest.mark.slow
 
 LAYERS, B, S, H, K, N, SHARDS = 2, 2, 8192, 16, 2, 128, 4
-CASES = {  # platform, target, form
-    "heads": ("tpu", "v5e:2x2", "heads"),
-    "gather": ("tpu", "v5e:2x2", "gather"),
-    "h100": ("gpu", "h100:1x4", "heads"),
+KINDS = ("all-to-all", "all-gather", "reduce-scatter", "collective-permute")
+CASES = {  # platform, target, form, window
+    "heads": ("tpu", "v5e:2x2", "heads", 3000),
+    "gather": ("tpu", "v5e:2x2", "gather", 0),
+    "neighbours": ("tpu", "v5e:2x2", "gather", 2000),
+    "ring": ("tpu", "v5e:2x2", "ring", 0),
+    "h100": ("gpu", "h100:1x4", "heads", 3000),
 }
 
 
@@ -36,12 +39,12 @@ def _compile(case: str) -> dict:
     from support.experts import rules_and_mesh
     from support.programs import collectives
 
-    platform, target, form = CASES[case]
+    platform, target, form, window = CASES[case]
     rules, mesh = rules_and_mesh(targets.devices(targets.parse(target)), attention=form, context=SHARDS)
 
     def loss(w, x, k, ids):
         def layer(x, w):
-            y = attention(x * w, k * w, k + w, segment_ids_BS=ids, window=3000)
+            y = attention(x * w, k * w, k + w, segment_ids_BS=ids, window=window or None)
             return execution.shard(jnp.sin(x + y), "batch", "sequence", "heads", None), None
 
         with execution.activate(mesh, rules):
@@ -58,7 +61,7 @@ def _compile(case: str) -> dict:
     ids = abstract((B, S), jnp.int32, "batch", "sequence")
     traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(w, x, k, ids)
     text = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).compile().as_text()
-    moved = collectives(hlo.parse(text), ("all-to-all", "all-gather", "reduce-scatter"))
+    moved = collectives(hlo.parse(text), KINDS)
     return {
         "kernels": sorted(re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)),
         "cudnn": sorted(set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))),
@@ -84,7 +87,7 @@ GPU = pytest.mark.skipif(
 
 
 @TPU
-@pytest.mark.parametrize("form", ["heads", "gather"])
+@pytest.mark.parametrize("form", ["heads", "gather", "neighbours"])
 def test_one_kernel_a_direction(form):
     assert results("tpu")[form]["kernels"] == ["dkv", "dq", "fwd"]
 
@@ -104,6 +107,21 @@ def test_keys_and_values_are_gathered_as_they_are():
     assert not _moved(row, "all-to-all")
 
 
+@TPU
+def test_a_window_asks_the_neighbour_alone():
+    row = results("tpu")["neighbours"]
+    assert {kind for kind, _ in row["moved"]} == {"collective-permute"}
+    assert all(shape == [B, S // SHARDS, K, N] for _, shape in row["moved"])
+
+
+@TPU
+def test_a_ring_holds_two_chunks_of_keys_and_gathers_nothing():
+    row = results("tpu")["ring"]
+    # Three products of a device's own chunks, two of a step; the last step stands outside of the loop.
+    assert [row["kernels"].count(name) for name in ("fwd", "dq", "dkv")] == [7, 7, 7]
+    assert {kind for kind, _ in row["moved"]} == {"collective-permute"}
+
+
 @GPU
 def test_cudnn_sees_whole_sequences_of_its_own_heads():
     row = results("gpu")["h100"]
@@ -113,5 +131,5 @@ def test_cudnn_sees_whole_sequences_of_its_own_heads():
 
 if __name__ == "__main__":
     for case, (platform, *_) in CASES.items():
-        if platform in sys.argv[1:]:
+        if {platform, case} & {*sys.argv[1:]}:
             print(json.dumps({"case": case} | _compile(case)), flush=True)

@@ -18,7 +18,11 @@ FAULTS = {
     "length": ({"batch__sequence_length": 100}, "batch.sequence_length=100 .*mesh.context=8.* 96 or 104"),
     "short": ({"batch__sequence_length": 4}, "nearest legal lengths: 8"),
     "heads": (HEADS, "12 query heads are not divisible by mesh.context=8; .*auto, which takes gather here"),
-    "form": ({"context__attention": "ring"}, "context.attention.*'ring'"),
+    "ring": (
+        {"batch__sequence_length": 104, "context__attention": "ring"},
+        r"104 is not divisible by 2 x mesh.context=8 \(context.attention=ring\); .* 96 or 112",
+    ),
+    "form": ({"context__attention": "rings"}, "context.attention.*'rings'"),
     "slices": ({"mesh__dcn__context": 2, "mesh__dcn__data": 1}, "mesh.dcn.context=2: .*mesh.dcn.force=true"),
 }
 

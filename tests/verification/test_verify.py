@@ -109,6 +109,7 @@ def test_the_matrix_of_layouts():
         "pipeline 2 x data 2 x fsdp 2, accumulation 4, zero 0",
         "context 8",
         "context 8, gather",
+        "context 8, ring",
         "fsdp 2 x context 2 x tensor 2",
         "pipeline 2 x data 2 x context 2",
         "tensor 8, 4 kv heads",
@@ -415,4 +416,4 @@ QWEN2 = {
 @pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
 def test_the_whole_matrix(changes):
     report = runner.verify_layouts(quickstart(**changes), jax.devices())
-    assert report.passed and len(report.layouts) == 54 and not report.skipped
+    assert report.passed and len(report.layouts) == 56 and not report.skipped

@@ -1,0 +1,221 @@
+"""Attention around a ring of devices: keys and values travel, and no device ever holds all of them.
+
+A device attends with its queries to its own keys, then to those that arrive from its neighbour while it hands
+on the ones it had (arXiv:2310.01889); parts of the softmax are merged by their logsumexp. For causal masks a
+device takes the i-th and the i-th last of 2c chunks, so that all have equal work (arXiv:2311.09431): then a
+step is two products of whole chunks, and every mask is known when the program is made. Gradients of keys and
+values travel with them, in float32, and one hop brings them home.
+
+Letters: c devices, i this one, h places of a chunk, else see `attention`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.ops.attention_reference import Options, Pieces
+from jaxdist.parallel.context import AXIS
+from jaxdist.parallel.remat import RESIDUALS
+
+
+class Keys(NamedTuple):
+    """Keys and values of a chunk, or their gradients."""
+
+    k: jax.Array  # [B, h, K, N]
+    v: jax.Array
+
+
+class Queries(NamedTuple):
+    """What the backward pass knows of a chunk's queries."""
+
+    q: jax.Array  # [B, h, H, N]
+    out: jax.Array
+    grad: jax.Array
+    lse: jax.Array  # [B, h, H]
+
+
+class Sum(NamedTuple):
+    """Attention to the keys so far, float32."""
+
+    out: jax.Array  # [B, h, H, N]
+    lse: jax.Array  # [B, h, H] logsumexp of the logits
+
+
+class Ring(NamedTuple):
+    """What is static; hashable."""
+
+    pieces: Pieces
+    options: Options
+    size: int  # c
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def ring_attention(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring) -> jax.Array:
+    """Returns attention of a device's part of the sequence, [B, S / c, H, N] in q's dtype.
+
+    Call it in a region that is manual over `context`, with whole segment ids and a device's part of the rest,
+    which lies in order: chunks change places in here.
+    """
+    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring)[0]
+
+
+def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
+    q, k, v = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN))
+    keys = [Keys(*both) for both in zip(k, v, strict=True)]
+    ids = partial(_ids, segment_ids_BS, ring)
+
+    def piece(n: Any, m: Any, q, keys: Keys, device, *, causal: bool = False) -> Sum:
+        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
+        options = ring.options._replace(causal=causal)
+        return Sum(*ring.pieces.forward(q, *keys, own_ids, their_ids, options))
+
+    sums = [piece(n, n, q[n], keys[n], _device(0, ring), causal=ring.options.causal) for n in range(len(q))]
+    if len(q) == 2:
+        sums[1] = _merged(sums[1], piece(1, 0, q[1], keys[0], _device(0, ring)))
+
+    def step(sums, keys, number):
+        device = _device(number, ring)
+        if len(q) == 1:
+            return [_merged(sums[0], piece(0, 0, q[0], keys[0], device))]
+        late = _merged(sums[1], piece(1, 0, q[1], keys[0], device))
+        before = number <= jax.lax.axis_index(AXIS)  # those keys are before this device's first chunk
+        n = jnp.where(before, 0, 1)
+        chosen = _where(before, keys[0], keys[1])
+        both = _merged(_where(before, sums[0], late), piece(n, n, _where(before, *q), chosen, device))
+        return [_where(before, both, sums[0]), _where(before, late, both)]
+
+    sums = _around(step, sums, keys, ring)
+    out = _in_order([part.out.astype(q_BSHN.dtype) for part in sums], ring)
+    out = checkpoint_name(out, RESIDUALS)
+    lse = checkpoint_name([part.lse for part in sums], RESIDUALS)
+    return out, (q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out, lse)
+
+
+def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
+    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, lse = residuals
+    q, k, v, out, grad = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, out_BSHN, grad_BSHN))
+    queries = [Queries(*parts) for parts in zip(q, out, grad, lse, strict=True)]
+    keys = [Keys(*both) for both in zip(k, v, strict=True)]
+    ids = partial(_ids, segment_ids_BS, ring)
+
+    def piece(n: Any, m: Any, queries: Queries, keys: Keys, device, *, causal: bool = False):
+        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
+        options = ring.options._replace(causal=causal)
+        dq, dk, dv = ring.pieces.backward(queries, *keys, own_ids, their_ids, options)
+        return dq, Keys(dk, dv)
+
+    own = [
+        piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.options.causal) for n in range(len(q))
+    ]
+    dq, dkeys = [part[0] for part in own], [part[1] for part in own]
+    if len(q) == 2:
+        late, first = piece(1, 0, queries[1], keys[0], _device(0, ring))
+        dq, dkeys = [dq[0], dq[1] + late], [_added(dkeys[0], first), dkeys[1]]
+
+    def step(carry, keys, number):
+        dq, dkeys = carry
+        dkeys, device = _hop(dkeys, ring), _device(number, ring)
+        if len(q) == 1:
+            more, dkey = piece(0, 0, queries[0], keys[0], device)
+            return [dq[0] + more], [_added(dkeys[0], dkey)]
+        late, first = piece(1, 0, queries[1], keys[0], device)
+        before = number <= jax.lax.axis_index(AXIS)
+        n = jnp.where(before, 0, 1)
+        more, dkey = piece(n, n, _where(before, *queries), _where(before, *keys), device)
+        none, nothing = jnp.zeros_like(more), jax.tree.map(jnp.zeros_like, dkey)
+        dq = [dq[0] + jnp.where(before, more, none), dq[1] + late + jnp.where(before, none, more)]
+        first = _added(first, _where(before, dkey, nothing))
+        return dq, [_added(dkeys[0], first), _added(dkeys[1], _where(before, nothing, dkey))]
+
+    dq, dkeys = _around(step, (dq, dkeys), keys, ring)
+    dkeys = _hop(dkeys, ring)
+    dq = [part.astype(q_BSHN.dtype) for part in dq]
+    dk, dv = ([part[n].astype(k_BSKN.dtype) for part in dkeys] for n in range(2))
+    return *(_in_order(parts, ring) for parts in (dq, dk, dv)), None
+
+
+ring_attention.defvjp(_forward, _backward)
+
+
+def _around(step: Callable[..., Any], carry, keys, ring: Ring):
+    """Returns step(carry, keys, number) folded over the keys of the other devices, 1 to c - 1 hops away.
+
+    What is needed next travels while a step computes.
+    """
+    keys = _hop(keys, ring)
+
+    def one(state, number):
+        carry, keys = state
+        return (step(carry, keys, number), _hop(keys, ring)), None
+
+    if ring.size > 2:
+        (carry, keys), _ = jax.lax.scan(one, (carry, keys), jnp.arange(1, ring.size - 1))
+    return step(carry, keys, jnp.int32(ring.size - 1))
+
+
+def _hop(tree, ring: Ring):
+    """Returns what the device before has."""
+    pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
+
+
+def _device(hops, ring: Ring) -> jax.Array:
+    """Returns whose keys arrive after so many hops."""
+    return (jax.lax.axis_index(AXIS) - hops) % ring.size
+
+
+def _merged(one: Sum, other: Sum) -> Sum:
+    lse = jnp.logaddexp(one.lse, other.lse)
+    shares = [jnp.exp(part.lse - lse)[..., None] for part in (one, other)]
+    return Sum(shares[0] * one.out + shares[1] * other.out, lse)
+
+
+def _added(one: Keys, other: Keys) -> Keys:
+    return jax.tree.map(jnp.add, one, other)
+
+
+def _where(condition, one, other):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+# --- places of chunks -----------------------------------------------------------------------------
+
+
+def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
+    """Returns a device's chunks i and 2c - 1 - i of what it has in order, 2i and 2i + 1; not causal: all."""
+    if not ring.options.causal:
+        return [x]
+    halves = [jax.lax.ppermute(half, AXIS, _moves(ring, n)) for n, half in enumerate(jnp.split(x, 2, axis=1))]
+    # Chunks of even number arrive from the first halves: a device's first chunk has its own number.
+    even = jax.lax.axis_index(AXIS) % 2 == 0
+    return [_where(even, *halves), _where(even, *halves[::-1])]
+
+
+def _in_order(chunks: list[jax.Array], ring: Ring) -> jax.Array:
+    """Returns the inverse of `_chunks`."""
+    if len(chunks) == 1:
+        return chunks[0]
+    even = jax.lax.axis_index(AXIS) % 2 == 0
+    halves = [_where(even, *chunks), _where(even, *chunks[::-1])]
+    back = [[(to, device) for device, to in _moves(ring, n)] for n in range(2)]
+    halves = [jax.lax.ppermute(half, AXIS, pairs) for half, pairs in zip(halves, back, strict=True)]
+    return jnp.concatenate(halves, axis=1)
+
+
+def _moves(ring: Ring, half: int) -> list[tuple[int, int]]:
+    """Returns to which device each one's first or second half goes."""
+    return [(i, min(2 * i + half, 2 * ring.size - 1 - 2 * i - half)) for i in range(ring.size)]
+
+
+def _ids(segment_ids_BS, ring: Ring, device, number):
+    """Returns the segment ids of a device's chunk; number 0 or 1 may be an array."""
+    if segment_ids_BS is None:
+        return None
+    chunks = 2 if ring.options.causal else 1
+    size = segment_ids_BS.shape[1] // (chunks * ring.size)
+    place = jnp.where(number == 0, device, 2 * ring.size - 1 - device) if chunks == 2 else device
+    return jax.lax.dynamic_slice_in_dim(segment_ids_BS, place * size, size, 1)
