@@ -48,7 +48,6 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     specs = (rules.stored(names, x.shape) for x, names in spec.named_parameters().values())
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
     edge = head / cut.stages if split else head  # without a split vocabulary each stage does all of it
-    everywhere = first * (cut.stages if split else 1)  # costs of edges are divided where they are split
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
@@ -56,7 +55,7 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     again = 2 if cut.remat == "full" and depth > 1 else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
-    costs = Costs(chunks, back, everywhere, 3 * head, 3 * everywhere, edges="sharded" if split else "last")
+    costs = Costs(chunks, back, head=3 * head, first=first, edges="sharded" if split else "last")
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
     kept = depth if cut.remat == "layers" else 1
     return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
@@ -96,7 +95,14 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         f"{each // plan.microbatches} sequences a device"
     )
     shares = ", ".join(f"{share:.1%}" for share in estimate.balance.shares)
-    yield f"  FLOPs by stage: {shares}; layers by place: {', '.join(map(str, estimate.balance.cut))}"
+    blocks = f"groups of {spec.block_layers} layers" if spec.block_layers > 1 else "layers"
+    yield f"  FLOPs by stage: {shares}; {blocks} by place: {', '.join(map(str, estimate.balance.cut))}"
+    if estimate.costs.first:
+        without = simulate(estimate.schedule, replace(estimate.costs, first=0.0)).time
+        yield (
+            f"  the layers before them (first_blocks) run on every stage, which lengthens the step by "
+            f"{result.time / without - 1:.1%}"
+        )
     if warning := estimate.balance.warning():
         yield f"  warning: {warning}"
     yield from _edge_lines(estimate, rules)

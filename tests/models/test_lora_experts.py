@@ -23,7 +23,7 @@ from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, batch_of, worst
 
 E, D, F, RANK, SCALE = 8, 64, 48, 3, 2.0
-MOE = replace(TINY, d_model=D, num_kv_heads=2, num_experts=E, expert_d_ff=F, balance="none")
+MOE = replace(TINY, d_model=D, num_kv_heads=2, num_experts=E, expert_d_ff=F, balance="none", init_std=0.05)
 LORA = LoraConfig(rank=RANK, alpha=SCALE * RANK, targets=("mlp/(gate|up|down)", "query"))
 NAMES = ("gate", "up", "down")
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0)

@@ -24,7 +24,8 @@ class Costs:
     `forward` and `backward` (with its recomputation): a number, for all chunks of a stage together, or
     [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
     whole vocabulary on one stage; sharded edges divide it by the stages, `last` makes every stage
-    pay all of it, as all wait for the stage that has it. `hop`: what of one hop is not hidden.
+    pay all of it, as all wait for the stage that has it. `first`: of layers that every stage does where the
+    embedding is, forward; backward it is three times as much. `hop`: what of one hop is not hidden.
     """
 
     forward: ArrayLike = 1.0
@@ -32,6 +33,7 @@ class Costs:
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
+    first: float = 0.0
     hop: float = 0.0
     edges: Literal["sharded", "last"] = "sharded"
 
@@ -56,7 +58,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     program, costs = compile_schedule(schedule), costs or Costs()
     forward, backward = _by_chunk(costs.forward, schedule), _by_chunk(costs.backward, schedule)
     phases = _phases(program, costs, forward, backward)
-    edges = costs.embed + costs.head + costs.embed_backward
+    edges = costs.embed + costs.head + costs.embed_backward + 4 * costs.first
     work = schedule.microbatches * (forward.sum() + backward.sum() + edges)
     time = float(phases.sum())
     bubble = 1 - float(work) / (schedule.stages * time)
@@ -75,11 +77,11 @@ def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.nd
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
     slowest_b = backward[stage, rows.b_chunk].max(axis=1)
     columns = (  # as PHASES
-        ticks.any_embed * costs.embed / share,
+        ticks.any_embed * (costs.embed / share + costs.first),
         ticks.any_forward * slowest_f,
         ticks.any_head * costs.head / share,
         ticks.any_backward * slowest_b,
-        ticks.any_embed_backward * costs.embed_backward / share,
+        ticks.any_embed_backward * (costs.embed_backward / share + 3 * costs.first),
         (ticks.any_hop * 1.0 + ticks.any_gradient_hop) * costs.hop,
     )
     return np.stack(columns, axis=1)
