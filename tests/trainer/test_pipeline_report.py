@@ -52,9 +52,25 @@ def test_the_bubble_without_a_head_is_the_closed_form():
 def test_layers_and_head_are_the_formula_s():
     run, spec, rules = validated("--config.mesh.pipeline=2")
     model = run.model
-    layer, head = pipeline_report._forward_and_backward(run, spec, 4)
-    assert head == 6 * model["d_model"] * model["vocab_size"]
+    layer, head, first = pipeline_report._forward_and_backward(run, spec, 4)
+    assert head == 6 * model["d_model"] * model["vocab_size"] and first == 0
     assert 4 * layer + head == pipeline_report.model_flops(run, spec)["causal"]
+
+
+def test_layers_that_every_stage_does_are_told():
+    sizes = {
+        "num_experts": 8,
+        "num_layers": 9,
+        "first_dense_layers": 1,
+        "feed_forward_pattern": "dense,sparse",
+    }
+    flags = [f"--config.model.{name}={value}" for name, value in sizes.items()]
+    few = [*flags, "--config.mesh.pipeline=2", "--config.pipeline.microbatches=4"]
+    found = pipeline_report.estimate_pipeline(*validated(*few))
+    costs, parts = found.costs, pipeline_report.simulate(found.schedule, found.costs).phases.sum(0)
+    assert costs.first > 0 and parts[0] == 4 * costs.first and parts[4] == 3 * parts[0]
+    said = "\n".join(lines(*few))
+    assert "groups of 2 layers by place: 2, 2" in said and "(first_blocks) run on every stage" in said
 
 
 def test_inputs_of_layers_are_counted():
