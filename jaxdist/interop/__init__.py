@@ -1,7 +1,8 @@
 """Hugging Face folders: import and export.
 
-`families` are the tables (with `config_rules`, those of config.json), read in both directions: by `hf_config`
-config.json <-> the transformer's values, by `hf_reader` and `hf_writer` tensors <-> its parameters.
+`families` are the tables (with `config_rules` and `expert_rules`, those of config.json), read in both
+directions: by `hf_config` config.json <-> the transformer's values, by `hf_reader` and `hf_writer`
+tensors <-> its parameters.
 """
 
 from jaxdist.interop.families import FAMILIES

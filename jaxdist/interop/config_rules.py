@@ -17,7 +17,7 @@ from jaxdist.models.transformer import TransformerConfig
 
 Values = Mapping[str, Any]  # fields of TransformerConfig
 REQUIRED = object()
-_MOST_LAYERS, _MOST_EXPERTS = 100_000, 1_000_000
+_MOST_LAYERS = 100_000
 
 
 class Source:
@@ -292,60 +292,6 @@ def switched_window(window: int) -> Rule:
         return {"use_sliding_window": pattern == {"local"}, "sliding_window": size or None}
 
     return Rule(read, write)
-
-
-# --- experts --------------------------------------------------------------------------------------
-
-_COUNTS = ("num_local_experts", "num_experts")  # transformers 5 takes one for the other
-_WIDTH = "moe_intermediate_size"
-
-
-def experts(key: str, count: int, chosen: int, *, width: int = 0, normalise: bool = True) -> Rule:
-    """Returns the rule of experts in all layers, with the class's defaults.
-
-    Args:
-      key: of their number, as it is written; what else it is called is read as well.
-      count: how many there are.
-      chosen: how many a token goes to.
-      width: inside an expert, in a field of its own; 0: that is the width of the feed-forward part.
-      normalise: True: weights are always divided by their sum; False: if a field says so.
-    """
-
-    def read(source: Source, values: Values) -> dict[str, Any]:
-        names = sorted(_COUNTS, key=lambda name: (name not in source.config, name != key))
-        num = source.count(names[0], count)
-        if (again := source.count(names[1], num)) != num:
-            source.refuse(names[1], again, f"{names[0]} is {num}; leave out one of them")
-        if values["num_layers"] * num > _MOST_EXPERTS:
-            num = source.refuse(names[0], num, f"at most {_MOST_EXPERTS:,} of all layers are supported", 1)
-        k, always = source.count("num_experts_per_tok", chosen), normalise
-        return {
-            "num_experts": num,
-            "experts_per_token": k,
-            "expert_d_ff": source.count(_WIDTH, width) if width else values["d_ff"],
-            "normalise_top_k": always or source.number("norm_topk_prob", False, bool),
-        }
-
-    def write(values: Values) -> dict[str, Any]:
-        fields = {key: values["num_experts"], "num_experts_per_tok": values["experts_per_token"]}
-        fields[_WIDTH if width else "intermediate_size"] = values["expert_d_ff"]
-        return fields | ({} if normalise else {"norm_topk_prob": values["normalise_top_k"]})
-
-    return Rule(read, write)
-
-
-def all_sparse() -> Rule:
-    """Returns the rule of Qwen's dense layers between those with experts: there must be none."""
-
-    def read(source: Source, values: Values) -> dict[str, Any]:
-        step, dense = source.count("decoder_sparse_step", 1), source.take("mlp_only_layers", None) or []
-        if step != 1:
-            source.refuse("decoder_sparse_step", step, "dense layers between are not built; required 1")
-        if dense:
-            source.refuse("mlp_only_layers", dense, "dense layers between are not built; required []")
-        return {}
-
-    return Rule(read, lambda values: {"decoder_sparse_step": 1, "mlp_only_layers": []})
 
 
 # --- rotary positions -----------------------------------------------------------------------------

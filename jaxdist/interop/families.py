@@ -7,15 +7,16 @@ here is [d_model, head, head dim]. Linear layers are stored (out, in), GPT-2's C
 modelling code of transformers 5.23.
 """
 
-import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from jaxdist.interop import config_rules as rule
+from jaxdist.interop import expert_rules
 
+_BLOCKS = "blocks/"  # what paths of our stacks begin with in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # of our parameters, by path
 
 
@@ -32,6 +33,10 @@ class TensorPart:
         """Returns the size of every letter, from our parameter's shape."""
         return dict(zip(self.ours, shape[self.stacked :], strict=True))
 
+    def is_in(self, shapes: Shapes) -> bool:
+        """Returns whether there is such a parameter, with as many dims."""
+        return len(shapes.get(self.path, ())) == self.stacked + len(self.ours)
+
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part in its file."""
         dims = self.dims(shape)
@@ -45,14 +50,30 @@ class Stored:
     name: str
     parts: tuple[TensorPart, ...]
     axis: int = 0
+    first: int = 0  # layer that our stack begins with
+    step: int = 1  # from it to the next one of the stack
 
     def names(self, ranges: Iterable[tuple[int, int]]) -> dict[tuple[int, ...], str]:
         """Returns its name by (layer, expert), relative to where the ranges of our parameter's dims begin."""
         counted = [range(*ends) for ends, _ in zip(ranges, range(self.parts[0].stacked), strict=False)]
         return {
-            tuple(i - of.start for i, of in zip(at, counted, strict=True)): self.name.format(*at)
+            tuple(i - of.start for i, of in zip(at, counted, strict=True)): self.name_of(*at)
             for at in itertools.product(*counted)
         }
+
+    def name_of(self, *at: int) -> str:
+        """Returns its name, given the place in the stack (and the expert)."""
+        return self.name.format(*(self.first + self.step * i for i in at[:1]), *at[1:])
+
+    def in_stacks(self, shapes: Shapes) -> Iterator["Stored"]:
+        """Yields what it is of each of our stacks of layers; of parameters outside them, itself."""
+        if not self.parts[0].stacked:
+            yield from [self] * (self.parts[0].path in shapes)
+            return
+        for start, (first, step) in _stacks(shapes).items():
+            parts = tuple(replace(part, path=start + part.path.removeprefix(_BLOCKS)) for part in self.parts)
+            if parts[0].is_in(shapes):
+                yield replace(self, parts=parts, first=first, step=step)
 
     def all_names(self, shapes: Shapes) -> list[str]:
         """Returns its name for all layers and experts of parameters with these shapes."""
@@ -83,15 +104,16 @@ class Family:
     # what folders may have in place of `tensors`, told by the names that only it has
     other_forms: tuple[tuple[Stored, ...], ...] = ()
 
-    def present(self, paths: Mapping[str, object]) -> list[Stored]:
-        """Returns the tensors of a model that has these parameters of ours."""
-        return [stored for stored in self.tensors if stored.parts[0].path in paths]
+    def present(self, shapes: Shapes) -> list[Stored]:
+        """Returns the tensors of a model that has these parameters of ours, for each stack of layers."""
+        return [part for stored in self.tensors for part in stored.in_stacks(shapes)]
 
     def form_of(self, names: Collection[str]) -> "Family":
         """Returns the family with the tensors that a folder with these names has."""
         for form in self.other_forms:
-            if any(stored.name.format(0, 0) in names for stored in {*form} - {*self.tensors}):
-                return dataclasses.replace(self, tensors=form)
+            own = "|".join(re.escape(stored.name) for stored in {*form} - {*self.tensors})
+            if any(re.fullmatch(own.replace(r"\{\}", r"\d+"), name) for name in names):
+                return replace(self, tensors=form)
         return self
 
     def canonical(self, name: str) -> str:
@@ -100,6 +122,14 @@ class Family:
             if match := re.match(beginning, name):
                 return ours + name[match.end() :]
         return name
+
+
+def _stacks(shapes: Shapes) -> dict[str, tuple[int, int]]:
+    """Returns of each stack what its paths begin with: its first layer, and how far the next one is."""
+    first = next((shape[0] for path, shape in shapes.items() if path.startswith("first_blocks/")), 0)
+    places = {int(found[1]) for path in shapes if (found := re.match(r"blocks/layer_(\d+)/", path))}
+    groups = {f"{_BLOCKS}layer_{place}/": (first + place, len(places)) for place in places}
+    return {"first_blocks/": (0, 1)} | (groups or {_BLOCKS: (first, 1)})
 
 
 def _table(lines: Mapping[str, str | tuple]) -> tuple[Stored, ...]:
@@ -114,7 +144,7 @@ def _stored(name: str, line: str | tuple) -> Stored:
 def _part(name: str, text: str) -> TensorPart:
     path, ours, _, *theirs = text.split()
     stacked = name.count("{}")
-    return TensorPart(f"blocks/{path}" if stacked else path, stacked, ours, tuple(theirs))
+    return TensorPart(f"{_BLOCKS}{path}" if stacked else path, stacked, ours, tuple(theirs))
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -179,6 +209,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str | tuple
 
 _MIXTRAL = _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
 _SPARSE = _EDGES | _ATTENTION | _PRE_NORMS | _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_QWEN3_MOE = _MLP | _qk_norms("N", "N")  # some layers may be dense
 # As in the memory of transformers 5, and in files by save_pretrained(save_original_format=False).
 _MERGED_EXPERTS: dict[str, str | tuple] = {
     _L + "mlp.gate.weight": "mlp/router DE -> E D",
@@ -304,7 +335,7 @@ _FAMILIES = (
         "mixtral", "MixtralForCausalLM",
         (
             *_SIZES, rule.heads(kv=8), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
-            rule.rotary(theta=1e6), rule.layers("all", None), rule.experts("num_local_experts", 8, 2),
+            rule.rotary(theta=1e6), rule.layers("all", None), expert_rules.experts("num_local_experts", 8, 2),
         ),
         _table(_MIXTRAL), other_forms=(_table(_MERGED),),
     ),
@@ -313,16 +344,17 @@ _FAMILIES = (
         (
             *_SIZES, rule.heads(kv=4), rule.activation("hidden_act", "silu"), _EPS6, _UNTIED, rule.rotary(),
             rule.attention_bias(), rule.implied(qk_norm="head"), rule.switched_window(4096),
-            rule.experts("num_experts", 128, 8, width=768, normalise=False), rule.all_sparse(),
+            expert_rules.experts("num_experts", 128, 8, width=768, normalise=False),
+            expert_rules.dense_layers(),
         ),
-        _table(_SPARSE | _qk_norms("N", "N")), other_forms=(_table(_MERGED | _qk_norms("N", "N")),),
+        _table(_SPARSE | _QWEN3_MOE), other_forms=(_table(_MERGED | _QWEN3_MOE),),
     ),
     Family(
         "olmoe", "OlmoeForCausalLM",
         (
             *_SIZES, rule.heads(whole=True), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
             rule.rotary(), rule.attention_bias(), rule.implied(qk_norm="projection"),
-            rule.only("clip_qkv", None), rule.experts("num_experts", 64, 8, normalise=False),
+            rule.only("clip_qkv", None), expert_rules.experts("num_experts", 64, 8, normalise=False),
         ),
         _table(_SPARSE | _qk_norms("HN", "KN")), other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),
     ),

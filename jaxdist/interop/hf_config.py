@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
+from jaxdist.interop.expert_rules import kinds_of, pattern_of
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.storage.untrusted import Malformed, read_json
@@ -143,12 +144,17 @@ def fields_of(
 
 def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Returns a line for each value that is not the same, up to rounding; of those without effect none."""
-    unused = {"d_ff"} if ours.get("num_experts") and theirs.get("num_experts") else set()
+    unused = {"d_ff"} if _all_sparse(ours) and _all_sparse(theirs) else set()
     return [
         f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
         for name in (ours.keys() & theirs.keys()) - unused
         if not _equal(ours[name], theirs[name])
     ]
+
+
+def _all_sparse(values: Mapping[str, Any]) -> bool:
+    dense = values.get("first_dense_layers") or "dense" in values.get("feed_forward_pattern", ())
+    return bool(values.get("num_experts")) and not dense
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -165,6 +171,9 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
     v["attention_scale"] = v["attention_scale"] or v["head_dim"] ** -0.5
     if v["num_experts"]:
         v["expert_d_ff"] = v["expert_d_ff"] or v["d_ff"]
+        first, pattern = pattern_of(kinds_of(v))
+        if pattern:
+            v["first_dense_layers"], v["feed_forward_pattern"] = first, pattern
     if v["expert_groups"] == v["expert_top_groups"]:
         idle += ["expert_groups", "expert_top_groups"]
     stretch = ["rope_scaling", "rope_low_factor", "rope_high_factor", "rope_original_positions"]

@@ -229,10 +229,10 @@ def stored_shapes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def unmapped(family: Family, paths: Mapping[str, Any]) -> list[str]:
+def unmapped(family: Family, shapes: Shapes) -> list[str]:
     """Returns a fault if the family has no tensor for some of our parameters."""
-    known = {part.path for stored in family.tensors for part in stored.parts}
-    return _listed(f"{family.model_type} has no tensor for the parameters", paths.keys() - known)
+    known = {part.path for stored in family.present(shapes) for part in stored.parts}
+    return _listed(f"{family.model_type} has no tensor for the parameters", shapes.keys() - known)
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:

@@ -82,7 +82,8 @@ class CheckpointWeights:
           ConfigError: they make a difference.
           CheckpointError: they are not what was saved.
         """
-        for path in self._state if unmapped(family, self._state) else ():
+        known = {part.path for stored in family.tensors for part in stored.parts}
+        for path in self._state.keys() - known:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)

@@ -70,7 +70,7 @@ def write(
         parts = [part for part in stored.parts if f"{part.path}/lora_a" in adapters]
         unmapped -= {part.path for part in parts}
         for layer in range(shapes[parts[0].path][0] if parts else 0):
-            name = stored.name.format(layer).removesuffix(".weight")
+            name = stored.name_of(layer).removesuffix(".weight")
             ranks[re.split(r"\.\d+\.", name)[1]] = len(parts) * config.rank
             a, b = _fused(stored, parts, adapters, shapes, layer)
             tensors |= {f"{_PREFIX}{name}.lora_A.weight": a, f"{_PREFIX}{name}.lora_B.weight": b}
@@ -161,6 +161,9 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     stored = next((s for s in of_layers if s.name.format(number) == canonical), None)
     if stored is None:
         yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
+        return
+    if "blocks/layer_0/" in "".join(adapters) or "first_blocks/" in "".join(adapters):
+        yield "adapters of a model with dense layers between those with experts are not read"
         return
     if untargeted := [part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters]:
         yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"

@@ -22,7 +22,9 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     run = trained_run.load_run(work)
     model = run.config.model
     (load,) = trees.flatten_names(run.state.model_state).values()
-    assert model["balance"] == "batch" and load.shape == (3, model["num_experts"])
+    dense = model["first_dense_layers"]
+    assert model["balance"] == "batch" and load.shape == (3 - dense, model["num_experts"])
+    assert dense == (name == "qwen3_moe")
     np.testing.assert_allclose(load, 1 / model["num_experts"])
     tokens, expected = np.load(source / "tokens.npy"), np.load(source / "logits.npy")
     greedy = SamplingConfig(temperature=0.0, end_tokens=(10**6,))
@@ -31,7 +33,7 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     dtype = {"float32": "float32", "bfloat16": "bfloat16"}[str(load_all(source)["model.norm.weight"].dtype)]
     assert run_convert(work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.00001") == 0
     before, after = load_all(source), load_all(back)
-    assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 5
+    assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 3
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
     assert interop.derive(old) == interop.derive(new)

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist import interop
 from jaxdist.config import ConfigError, trees
 from jaxdist.interop.hf_reader import INDEX, SINGLE
+from jaxdist.models.transformer import TransformerConfig
 from support.huggingface import (
     EXPERT_MESH,
     EXPERTS,
@@ -75,6 +76,7 @@ def test_logits_on_expert_2_fsdp_2_tensor_2(name):
     assert difference <= 1e-5
     assert tensors.bytes_read == sum(x.nbytes for x in load_all(FOLDERS / name).values())
     for path in ("gate", "up", "down"):
+        assert parameters[f"blocks/mlp/{path}"].ndim == 4
         assert tuple(sorted(str(x) for x in parameters[f"blocks/mlp/{path}"].sharding.spec[1:])) == (
             "expert",
             "fsdp",
@@ -93,7 +95,7 @@ def test_merged_experts_are_read_too(name, tmp_path, imported):
     block, kernels = (
         ("block_sparse_moe", "w1 w3 w2") if name == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
     )
-    for layer in range(experts["num_hidden_layers"]):
+    for layer in {*range(experts["num_hidden_layers"])} - {*experts.get("mlp_only_layers", ())}:
         start = f"model.layers.{layer}."
         gate, up, down = (
             [before[f"{start}{block}.experts.{i}.{kernel}.weight"] for i in range(count)]
@@ -483,8 +485,17 @@ def test_a_field_with_any_other_value_is_refused_or_read(name):
 
 
 REFUSED_EXPERTS = {
-    "dense between": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: dense layers between"),
-    "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: dense layers between"),
+    "all dense": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0, 1, 2]},
+        "mlp_only_layers=[0, 1, 2]: required layers with",
+    ),
+    "never sparse": (
+        "qwen3_moe",
+        {"mlp_only_layers": [], "decoder_sparse_step": 4},
+        "decoder_sparse_step=4: requ",
+    ),
+    "no layer": ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers='0': a list of layers is required"),
     "windows": (
         "qwen3_moe",
         {"max_window_layers": 2},
@@ -511,6 +522,32 @@ def test_experts_that_are_not_built_are_named(name):
         interop.derive(interop.read_config(FOLDERS / kind) | changes)
     (fault,) = raised.value.faults
     assert text in fault
+
+
+@pytest.mark.parametrize(
+    "step, dense, first, pattern",
+    [
+        (1, [], 0, "s"),
+        (2, [], 0, "ds"),
+        (1, [0, 1], 2, "s"),
+        (3, [], 0, "dds"),
+        (2, [0, 1], 2, "ds"),
+        (1, [0, 4, 8], 0, "dsss"),
+        (1, [5], 0, "sssssdssssss"),
+        (1, [0, 3, 6, 9, 11], 1, "ssdssdssdsd"),
+    ],
+)
+def test_dense_layers_between_are_a_pattern(step, dense, first, pattern):
+    """As in transformers: a layer has experts where the step says so, unless it is named."""
+    named = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": 12}
+    fields = interop.read_config(FOLDERS / "qwen3_moe") | named
+    values = interop.derive(fields)[1]
+    kinds = {"d": "dense", "s": "sparse"}
+    assert values["first_dense_layers"] == first
+    assert values["feed_forward_pattern"] == tuple(kinds[letter] for letter in pattern)
+    sparse = [i for i in range(12) if i not in dense and (i + 1) % step == 0]
+    assert list(TransformerConfig(**values).sparse_layers) == sparse
+    assert interop.derive(interop.fields_of(values, fields)[1])[1] == values
 
 
 def test_all_faults_come_at_once():

@@ -21,7 +21,7 @@ from jaxdist.trainer import (  # noqa: E402
     trainer,
 )
 from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
-from support.transformers_folders import LENGTH, NAMES, made, make  # noqa: E402
+from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make  # noqa: E402
 
 
 def reloaded(folder, target, parameters, dtype="float32"):
@@ -89,6 +89,25 @@ def test_tied_the_other_way_in_bfloat16_and_many_files(name, eight, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [None, EXPERT_MESH], ids=["one", "eight"])
+def test_dense_layers_between_those_with_experts(changes, tmp_path):
+    config = make.configs(**BIGGER | {"num_hidden_layers": 6})["qwen3_moe"]
+    config.decoder_sparse_step, config.mlp_only_layers = 2, [0, 1]
+    model = make.build(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, LENGTH))
+    np.save(tmp_path / "tokens.npy", tokens.astype(np.int32))
+    np.save(tmp_path / "logits.npy", make.logits_of(model, tokens))
+    model.save_pretrained(tmp_path)
+    paths = compare(tmp_path, changes)[2]
+    assert {path.split("/mlp/")[0] for path in paths if "/mlp/" in path} == {
+        "first_blocks",
+        "blocks/layer_0",
+        "blocks/layer_1",
+    }
+    check(tmp_path, tmp_path / "out", model, changes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
     """All of them, in order of their weights; and folders with merged experts are read as the same."""
@@ -109,7 +128,7 @@ def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
         patch.setattr(experts, "route", noted)
         assert compare(tmp_path)[0] <= 1e-5
         jax.effects_barrier()
-    assert len(chosen) == len(expected) == 4
+    assert len(chosen) == len(expected) == 4 - len(getattr(model.config, "mlp_only_layers", ()))
     for ours, theirs in zip(chosen, expected, strict=True):
         np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs)
     before = load_all(tmp_path)

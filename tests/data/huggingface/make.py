@@ -73,6 +73,7 @@ def configs(**changes):
             num_experts_per_tok=3,
             moe_intermediate_size=12,
             norm_topk_prob=True,
+            mlp_only_layers=[0],
             head_dim=8,
             use_sliding_window=True,
             sliding_window=5,
