@@ -39,17 +39,18 @@ def heat_maps(run: RunSummary) -> str:
         return ""
     step, last = steps[-1]
     steps = steps[:: -(-len(steps) // _MOST_STEPS)]
-    layer, expert = max(
-        ((y, x) for y, row in enumerate(last) for x in range(len(row))), key=lambda at: last[at[0]][at[1]]
-    )
-    label = f"Load of {len(last[0])} experts in {len(last)} layers at step {step}, relative to the mean. "
-    label += f"The fullest: expert {expert} of layer {layer}, {last[layer][expert]:.3g} times the mean"
+    cells = [(x, layer, expert) for layer, row in enumerate(last) for expert, x in enumerate(row or ())]
+    most, layer, expert = max(cells)
+    wide, high = len(cells) // sum(row is not None for row in last), len(last)
+    label = f"Load of {wide} experts in {high} layers at step {step}, relative to the mean. "
+    label += f"The fullest: expert {expert} of layer {layer}, {most:.3g} times the mean"
     remark = f"at step {step:,}, relative to the mean of the layer"
-    cards = _card("Load of each expert", remark, heat_map(label, last, rows="layer", columns="expert"))
+    drawing = heat_map(label, [row or [None] * wide for row in last], rows="layer", columns="expert")
+    cards = _card("Load of each expert", remark, drawing)
     if len(steps) > 1:
-        fullest = [[max(shares[y]) for _, shares in steps] for y in range(len(last))]
-        label = f"Load of the fullest expert in {len(last)} layers over {len(steps)} steps"
-        drawing = heat_map(label, fullest, rows="layer", columns="step", places=[step for step, _ in steps])
+        rows = [[max(row) if (row := shares[y]) else None for _, shares in steps] for y in range(high)]
+        label = f"Load of the fullest expert in {high} layers over {len(steps)} steps"
+        drawing = heat_map(label, rows, rows="layer", columns="step", places=[step for step, _ in steps])
         cards += _card("Fullest expert of each layer", "over the steps, relative to the mean", drawing)
     return f'<section class="charts" aria-label="Load of experts">{cards}</section>'
 
@@ -62,20 +63,23 @@ def _card(title: str, remark: str, drawing: str) -> str:
     )
 
 
-def relative_load(row: Row) -> list[list[float]] | None:
-    """Returns each layer's load relative to its mean, from a row of arrays.jsonl; None if it has none."""
+def relative_load(row: Row) -> list[list[float] | None] | None:
+    """Returns each layer's load relative to its mean, from a row of arrays.jsonl; None if it has none.
+
+    A layer without any load is None: it is dense.
+    """
     layers = row.get(LOAD)
-    if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
+    if not isinstance(layers, list) or not all(isinstance(layer, list) for layer in layers):
         return None
-    if sum(map(len, layers)) > _MOST_CELLS:
+    if not 0 < sum(map(len, layers)) <= _MOST_CELLS or len({len(layer) for layer in layers}) != 1:
         return None
-    widths, numbers = {len(layer) for layer in layers}, [[number(x) for x in layer] for layer in layers]
-    if len(widths) != 1 or not all(x is not None and 0 <= x < 2**53 for layer in numbers for x in layer):
+    numbers = [number(x) for layer in layers for x in layer]
+    loads = [x for x in numbers if x is not None and 0 <= x < 2**53]
+    if len(loads) < len(numbers) or not any(loads):
         return None
-    if widths == {0}:
-        return None
-    means = [sum(layer) / len(layer) for layer in layers]
-    return [[x / mean if mean else 0.0 for x in layer] for layer, mean in zip(layers, means, strict=True)]
+    wide = len(layers[0])
+    rows = [loads[i : i + wide] for i in range(0, len(loads), wide)]
+    return [[x * wide / sum(row) for x in row] if any(row) else None for row in rows]
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float] | None:

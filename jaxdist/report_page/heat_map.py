@@ -21,7 +21,7 @@ _LARGEST, _HEIGHT = 26.0, 520.0  # of a cell, and of all rows together
 
 def heat_map(
     label: str,
-    values: Sequence[Sequence[float]],
+    values: Sequence[Sequence[float | None]],
     *,
     rows: str,
     columns: str,
@@ -31,7 +31,7 @@ def heat_map(
 
     Args:
       label: what a screen reader says.
-      values: rows of equal length, each value relative to a mean; 0 or more.
+      values: rows of equal length, each value relative to a mean, 0 or more; None: there is none, no cell.
       rows, columns: what one is called: "layer", "expert".
       places: what columns stand for; None: their numbers, from 0 on.
     """
@@ -42,6 +42,8 @@ def heat_map(
     cells: dict[int, str] = {}
     for y, row in enumerate(values):
         for x, value in enumerate(row):
+            if value is None:
+                continue
             corner = f"M{_LEFT + x * cell_w:.4g} {_TOP + y * cell_h:.4g}"
             cells[colour(value)] = cells.get(colour(value), "") + f"{corner}h{cell_w:.3g}v{cell_h:.3g}H"
             cells[colour(value)] += f"{_LEFT + x * cell_w:.4g}z"
@@ -56,7 +58,7 @@ def heat_map(
         place = f'x="{_LEFT + (x + 0.5) * cell_w:.1f}" y="{bottom + 16:.1f}"'
         marks += f'<text class="middle" {place}>{tick_text(places[x], 1)}</text>'
     marks += f'<text class="end" x="{_LEFT - 8}" y="{bottom + 16:.1f}">{html.escape(columns)}</text>'
-    shown = [[float(f"{value:.3g}") for value in row] for row in values]
+    shown = [[None if value is None else float(f"{value:.3g}") for value in row] for row in values]
     return (
         f'<svg class="heat" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM:.0f}" role="img" tabindex="0" '
         f'aria-label="{html.escape(label)}" data-names="{html.escape(json.dumps([rows, columns]))}" '

@@ -88,7 +88,7 @@ for (const svg of document.querySelectorAll("svg.heat")) {
   const show = (y, x) => {
     row = inside(y, values.length); column = inside(x, places.length);
     tip.textContent = `${rows} ${row}, ${columns} ${places[column].toLocaleString("en")}: ` +
-      `${values[row][column]} × the mean`;
+      (values[row][column] === null ? "none" : `${values[row][column]} × the mean`);
     cross.setAttribute("x", left + column * wide); cross.setAttribute("y", top + row * high);
     cross.style.opacity = 1; tip.hidden = false;
     const box = svg.getBoundingClientRect(), outer = card.getBoundingClientRect();

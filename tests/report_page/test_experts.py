@@ -91,8 +91,19 @@ def test_other_stats_of_several_numbers_are_one_chart(tmp_path):
     assert "stats/width/min" not in page and "Experts" not in page and 'class="heat"' not in page
 
 
+def test_dense_layers_have_no_cells(tmp_path):
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        for step in (1, 2):
+            writer.write_arrays(step, {experts.LOAD: load_at(step) * np.float32([[0], [1], [1]])})
+    drawing = experts.heat_maps(summary.read_run(tmp_path))
+    last, over_time = drawing.split("Fullest expert of each layer")
+    assert sum(cells_of(last).values()) == 2 * EXPERTS and cells_of(last)[0] == 1
+    assert sum(cells_of(over_time).values()) == 2 * 2 and "[[null,null]," in over_time
+    assert f"Load of {EXPERTS} experts in {LAYERS} layers" in last
+
+
 @pytest.mark.parametrize(
-    "load", [None, 3, [], [[]], [[1], [1, 2]], [["a"]], [[-1.0, 2.0]], [[1e300]], [1, 2], [[None]]]
+    "load", [None, 3, [], [[]], [[1], [1, 2]], [["a"]], [[-1.0, 2.0]], [[1e300]], [1, 2], [[None]], [[0, 0]]]
 )
 def test_a_load_that_is_none_is_left_out(tmp_path, load):
     make_run(tmp_path, arrays=False)
