@@ -1,6 +1,7 @@
 """`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the held-out text.
 
-With `--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
+With `--stride N`, each document by itself, in windows that move by N tokens. With `--tasks NAME,NAME`, the
+metrics of lm_eval's tasks instead (extra `eval`).
 """
 
 import argparse
@@ -14,9 +15,9 @@ import jax
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import arrays
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import held_out_set, trained_run
 from jaxdist.evaluation.trained_run import Watch
-from jaxdist.trainer import cli
+from jaxdist.trainer import cli, workdir
 from jaxdist.trainer.held_out import HeldOut
 
 
@@ -25,17 +26,23 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
-    run = trained_run.load_run(**cli.run_options(flags))
+    options = cli.run_options(flags)
+    if flags.stride is not None:  # before weights are read
+        stored = workdir.read_config(flags.workdir, named=flags.target, trust_code=flags.trust_code)
+        held_out_set.check_stride(stored, flags.stride)
+    run = trained_run.load_run(**options)
     watch = _show_progress() if jax.process_index() == 0 else None
     results: dict[str, Any]
+    chosen: dict[str, Any]
     if harness:
-        options = {"folder": flags.tasks_folder, "limit": flags.limit, "longest": flags.max_length}
-        metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **options)
+        chosen = {"folder": flags.tasks_folder, "limit": flags.limit, "longest": flags.max_length}
+        metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **chosen)
         results, text = {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
     else:
         data = arrays.read_file(flags.data, "--data") if flags.data else None
-        held_out = run.evaluate(data, validation_tokens=flags.validation_tokens, watch=watch)
-        results, text = held_out._asdict(), _as_text(held_out)
+        chosen = {"validation_tokens": flags.validation_tokens, "stride": flags.stride}
+        held_out = run.evaluate(data, **chosen, watch=watch)
+        results, text = held_out._asdict() | {"stride": flags.stride}, _as_text(held_out)
     if jax.process_index() == 0:
         print(_as_json(results) if flags.json else text)
     return 0
@@ -45,7 +52,7 @@ def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not go together, before anything is loaded."""
     faults = [
         f"--{name.replace('_', '-')}={value}: must be >= 1"
-        for name in ("limit", "max_length")
+        for name in ("limit", "max_length", "stride")
         if (value := getattr(flags, name)) is not None and value < 1
     ]
     if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (None, None, None):
@@ -54,6 +61,8 @@ def _check(flags: argparse.Namespace) -> None:
         faults.append("--data is scored as a whole; leave out --tasks and --validation-tokens")
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
+    if flags.stride is not None and (flags.tasks or flags.data):
+        faults.append("--stride is for the run's held-out documents; leave out --tasks and --data")
     if faults:
         raise ConfigError(faults)
 
@@ -63,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add("--validation-tokens", type=int, help="targets to score, 0 = all (default: data.validation_tokens)")
+    add("--stride", type=int, metavar="N", help="each document by itself, in windows that move by N tokens")
     add("--data", metavar="FILE.npz", help="arrays to score (numpy.savez), which a run of jaxdist.fit needs")
     add("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
     add("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
@@ -89,10 +99,11 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
 
 def _as_text(result: HeldOut) -> str:
     bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+    sliding = f" ({result.windows} windows of {result.documents} documents)" if result.windows else ""
     own = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
     return (
         f"step {result.step}: loss {result.loss:.6f} nats per target over {result.tokens} targets, "
-        f"perplexity {result.perplexity:.4f}, bits per byte {bits}{own}"
+        f"perplexity {result.perplexity:.4f}, bits per byte {bits}{own}{sliding}"
     )
 
 

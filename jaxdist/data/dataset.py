@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.config.schema import faults as config_faults
-from jaxdist.data import arrays, chat, packing, token_cache, token_files, tokenizer, tokenizer_config
+from jaxdist.data import arrays, chat, packing, sliding, token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.packing import Batch
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
@@ -79,6 +79,7 @@ class Dataset:
         self.num_train_samples = int(self._sizes.sum())  # one epoch of each
         self.num_train_tokens = sum(side.num_tokens for side in train)
         self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
+        self.validation_windows = sliding.total(side.samples for side in held_out)  # None: they do not slide
         # Held-out rows are numbered through all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
@@ -199,6 +200,7 @@ def open_dataset(
     seed: int = 0,
     folder: Path | None = None,
     log: Log = print,
+    stride: int | None = None,
 ) -> Dataset:
     """Returns the dataset of a config, tokenising the corpus on first use.
 
@@ -208,6 +210,7 @@ def open_dataset(
       folder: where a run keeps its tokenizer.json (its workdir): read from there if present, else
         written there. None: nothing is written outside data.cache_dir.
       log: receives a line per event and per few seconds of work.
+      stride: held-out documents are windows that move by so many tokens (`jaxdist.data.sliding`).
 
     Raises:
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, illegal options.
@@ -227,7 +230,10 @@ def open_dataset(
     if faults := list(filter(None, (_id_fault(store.name, store.max_id, vocab_size) for store in stores))):
         raise ConfigError(faults)
     sides = [
-        (_cut(config, *train, sequence_length, log), _cut(config, *held, sequence_length, log, held_out=True))
+        (
+            _cut(config, *train, sequence_length, log),
+            _cut(config, *held, sequence_length, log, held_out=True, stride=stride),
+        )
         for train, held in _split_all(stores, config, log)
     ]
     fingerprints = [store.fingerprint for store in stores]
@@ -286,12 +292,19 @@ def _split_all(
 
 
 def _cut(
-    config: DataConfig, store: TokenStore, chosen: np.ndarray, length_S: int, log: Log, held_out: bool = False
+    config: DataConfig,
+    store: TokenStore,
+    chosen: np.ndarray,
+    length_S: int,
+    log: Log,
+    held_out: bool = False,
+    stride: int | None = None,
 ) -> DatasetSplit:
     """Returns the chosen documents as samples."""
     num_tokens = int(store.length[chosen].sum())
     if store.weights:
-        num_tokens = _count_examples(store, chosen, length_S, log, held_out)
+        longest = length_S if stride is None else int(store.length[chosen].max(initial=0))
+        num_tokens = _count_examples(store, chosen, longest, log, held_out)
     elif not held_out and num_tokens <= length_S:
         raise ConfigError(
             f"data source {store.name}: {num_tokens} training tokens, but one sample needs {length_S + 1}. "
@@ -299,7 +312,10 @@ def _cut(
         )
     limit = config.validation_tokens if held_out else 0
     samples: packing.Windows | packing.PackedDocuments
-    if config.packing == "window":
+    if stride is not None:
+        packed = config.packing == "documents"
+        samples = sliding.SlidingWindows(store, chosen, length_S, stride=stride, limit=limit, packed=packed)
+    elif config.packing == "window":
         samples = packing.Windows(store, chosen, length_S, limit=limit, partial=held_out)
     else:
         folder = config.cache_folder()

@@ -132,10 +132,16 @@ class PackedDocuments:
     not learned has weight 0, and those of which nothing is learned are in no row.
     """
 
-    def __init__(self, store: TokenStore, plan: PackingPlan, sequence_length: int):
+    def __init__(
+        self, store: TokenStore, plan: PackingPlan, sequence_length: int, *, read: np.ndarray | None = None
+    ):
+        """Args:
+        read: [P] of each piece how many predictions at its begin have weight 0; None: none.
+        """
         self._files, self._weights, self._length_S = store.files, store.weights, sequence_length
         self.num_rows = len(plan.first) - 1
-        self.num_targets = int(_learned(store, plan.owner, plan.start, plan.length).sum())
+        skip = 0 if read is None else read
+        self.num_targets = int(count_learned(store, plan.owner, plan.start + skip, plan.length - skip).sum())
         # Padding is a piece that no file owns, the last of each row; and there is an empty row.
         filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.first])
         ends = np.append(plan.first[1:], plan.first[-1])
@@ -143,6 +149,7 @@ class PackedDocuments:
         self._owner = np.insert(plan.owner, ends, -1)
         self._start = np.insert(plan.start, ends, 0)
         self._length = np.insert(plan.length, ends, np.append(sequence_length - filled, sequence_length))
+        self._read = None if read is None else np.insert(read, ends, 0)
 
     def read(self, rows: np.ndarray) -> Batch:
         """Returns the packed rows, with `segment_ids`."""
@@ -158,6 +165,8 @@ class PackedDocuments:
         content = _gather(self._files, owner, self._start[piece], length + 1)
         at = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)  # pieces share none
         tokens, targets = content[at], content[at + 1]
+        if self._read is not None:
+            used &= positions >= np.repeat(self._read[piece], length)
         if self._weights:
             used &= _gather(self._weights, owner, self._start[piece], length + 1)[at + 1] > 0
         flat = {"tokens": tokens, "targets": targets, "segment_ids": segments}
@@ -227,19 +236,24 @@ def plan_packing(
     offset = count_up(pieces) * sequence_length
     length = np.minimum(sequence_length, predictions[document] - offset)
     row = best_fit(length, sequence_length)
-    order = np.argsort(row, kind="stable")  # within a row: the order of the stream
-    first = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
+    order, first = plan_rows(row)
     start = store.start[chosen][document] + offset
     return PackingPlan(first, store.file[chosen][document][order], start[order], length[order])
+
+
+def plan_rows(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the order of pieces by their row [P], and the first of each row and the end, [rows + 1]."""
+    order = np.argsort(row, kind="stable")  # within a row: the order of the stream
+    return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
 
 
 def learned_targets(store: TokenStore, chosen: np.ndarray, sequence_length: int) -> np.ndarray:
     """Returns how many of each chosen example's first S predictions are learned, [examples] int64."""
     length = np.clip(store.length[chosen] - 1, 0, sequence_length)
-    return _learned(store, store.file[chosen], store.start[chosen], length)
+    return count_learned(store, store.file[chosen], store.start[chosen], length)
 
 
-def _learned(store: TokenStore, owner: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+def count_learned(store: TokenStore, owner: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Returns how many predictions of each piece [P] count: without weights all."""
     if not store.weights:
         return length

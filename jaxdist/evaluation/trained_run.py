@@ -23,10 +23,9 @@ from jax.sharding import Mesh
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, is_text
-from jaxdist.data import Dataset, Tokenizer, load_tokenizer
+from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
-from jaxdist.data.user_batches import open_held_out
-from jaxdist.evaluation import layout
+from jaxdist.evaluation import held_out_set, layout
 from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text, until_stop
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
@@ -408,6 +407,7 @@ class TrainedRun:
         data: Mapping[str, Any] | None = None,
         *,
         validation_tokens: int | None = None,
+        stride: int | None = None,
         watch: Watch | None = None,
     ) -> HeldOut:
         """Returns the exact loss over the run's held-out set, and the model's own metrics.
@@ -415,25 +415,17 @@ class TrainedRun:
         Args:
           data: arrays {entry: [N, ...]} to score instead; a run of `jaxdist.fit` has no others.
           validation_tokens: targets at most, 0 = all; default: the run's data.validation_tokens.
+          stride: score each document by itself, in windows that move by so many tokens, so that all but its
+            first sequence_length - stride tokens are scored after at least as many. Default: as in training.
           watch: told of every batch.
 
         Raises:
-          ConfigError: nothing is held out; data of another kind than the model was trained on.
+          ConfigError: nothing is held out; data of another kind than the model was trained on; a stride that
+            is none.
         """
-        config = self.config
-        if data is None and config.data.source == "given":
-            raise ConfigError(
-                "the run's data were given to jaxdist.fit; give some here: evaluate(dict(x=..., ...)), or "
-                "--data FILE.npz"
-            )
-        if data is not None:
-            dataset: Dataset = open_held_out(data, like=config.data.path, size=config.batch.global_size)
-            return held_out(config, self.built, self.state, dataset, watch)
-        if validation_tokens is not None:
-            fewer = dataclasses.replace(config.data, validation_tokens=validation_tokens)
-            config = dataclasses.replace(config, data=fewer)
-        dataset = build.open_data(config, self.folder, self.log)
-        return held_out(config, self.built, self.state, dataset, watch)
+        options = {"validation_tokens": validation_tokens, "stride": stride}
+        dataset = held_out_set.open_set(self.config, self.folder, self.log, data, **options)
+        return held_out(self.config, self.built, self.state, dataset, watch)
 
 
 def _text(text: str) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,12 +112,17 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
     return place(parameters, rules)
 
 
-def open_data(run: RunConfig, folder: Path, log: Callable[[str], None]) -> Dataset:
-    """Returns the dataset of the run in `folder`; `log` takes a line per event of making its tokens."""
-    length, vocab_size = run.batch.sequence_length, run.vocab_size
-    return open_dataset(
-        run.data, sequence_length=length, vocab_size=vocab_size, seed=run.seed, folder=folder, log=log
-    )
+def open_data(
+    run: RunConfig, folder: Path, log: Callable[[str], None], *, stride: int | None = None
+) -> Dataset:
+    """Returns the dataset of the run in `folder`; `log` takes a line per event of making its tokens.
+
+    Args:
+      stride: see `open_dataset`.
+    """
+    length, vocab_size, seed = run.batch.sequence_length, run.vocab_size, run.seed
+    options: dict[str, Any] = {"sequence_length": length, "vocab_size": vocab_size, "seed": seed}
+    return open_dataset(run.data, **options, folder=folder, log=log, stride=stride)
 
 
 def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:

@@ -23,6 +23,8 @@ class HeldOut(NamedTuple):
     bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown
     bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the held-out text
     metrics: dict[str, float] = {}  # means by name: the model's own `metrics`, and "aux/NAME" of its loss
+    windows: int | None = None  # sliding ones; None: the set is not cut so
+    documents: int | None = None  # that these windows are of
 
 
 def score_held_out(
@@ -73,4 +75,6 @@ def held_out(
     bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
     step = int(state.step)
     figures = result.perplexity, bits_per_byte, per_token
-    return HeldOut(step, result.loss, result.tokens, *figures, result.metrics)
+    found = HeldOut(step, result.loss, result.tokens, *figures, result.metrics)
+    sliding = dataset.validation_windows
+    return found._replace(windows=sliding.windows, documents=sliding.documents) if sliding else found

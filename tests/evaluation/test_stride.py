@@ -1,0 +1,121 @@
+"""`evaluate --stride`: documents longer than a sequence, against each token's score after its own window."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import evaluate
+from jaxdist.config import ConfigError
+from jaxdist.evaluation import trained_run
+from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.trainer import cli
+from support.inference import alone_fixture, command_fixture, here_fixture, trained_fixture  # noqa: F401  pytest finds them here
+
+LENGTH_S = 32
+SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)  # tokens of documents
+
+
+@pytest.fixture(scope="module", name="documents")
+def documents_fixture(tmp_path_factory):
+    """Returns a file of documents and their bytes; one has none."""
+    words = "the cat sat on a mat while two dogs ran past old trees".split()
+    order = np.random.default_rng(3).integers(len(words), size=500)
+    text, begin, texts = " ".join(words[i] for i in order), 0, [""]
+    for size in SIZES:
+        texts.append(text[begin : begin + size])
+        begin += size
+    file = tmp_path_factory.mktemp("documents") / "held.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file, [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+
+def on(run, file, **options):
+    """Returns the run with these documents held out."""
+    data = dataclasses.replace(
+        run.config.data, source="jsonl", path=str(file), validation_path=str(file), **options
+    )
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+
+
+@pytest.fixture(scope="module", name="scores")
+def scores_fixture(alone):
+    """Returns a function: each token's log-probability, by a row of its own that has its exact context."""
+    arrays = jax.device_get((alone.state.trainable, alone.state.model_state))
+    forward = jax.jit(lambda arrays, batch: alone.spec.assemble(*arrays).forward(batch))
+
+    def scores(documents, stride: int) -> np.ndarray:
+        pairs = []
+        for tokens in documents:
+            for place in range(1, len(tokens)):
+                first = stride * max(0, -(-(place - LENGTH_S) // stride))
+                pairs.append((tokens[first:place], tokens[place]))
+        inputs = np.zeros((512, LENGTH_S), np.int32)
+        for row, (before, _) in enumerate(pairs):
+            inputs[row, : len(before)] = before
+        positions = np.tile(np.arange(LENGTH_S, dtype=np.int32), (len(inputs), 1))
+        logits = np.asarray(forward(arrays, {"tokens": inputs, "positions": positions}), np.float64)
+        last = logits[np.arange(len(pairs)), [len(before) - 1 for before, _ in pairs]]
+        targets = last[np.arange(len(pairs)), [target for _, target in pairs]]
+        return targets - np.log(np.exp(last).sum(-1))
+
+    return scores
+
+
+@pytest.mark.parametrize("packing", ["window", "documents"])
+def test_each_token_is_scored_after_its_own_window(here, alone, scores, documents, packing):
+    file, texts = documents
+    count, losses = sum(size - 1 for size in SIZES), []
+    for stride in (1, 7, 16, 31, LENGTH_S):
+        expected = scores(texts, stride)
+        assert len(expected) == count
+        losses.append(-math.fsum(expected) / count)
+        for run in (alone, here) if stride in (7, LENGTH_S) else (alone,):
+            found = on(run, file, packing=packing).evaluate(stride=stride)
+            assert found.loss == pytest.approx(losses[-1], rel=1e-5)
+            assert found.tokens == count and found.perplexity == pytest.approx(math.exp(found.loss))
+            assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
+            assert found.documents == len(SIZES) - 1  # without that of one token, and that of none
+            assert found.windows == sum(1 + -(-max(size - 1 - LENGTH_S, 0) // stride) for size in SIZES[1:])
+    assert np.ptp(losses) > 1e-4  # the stride is seen: ten times what is allowed above
+
+
+def test_a_split_sequence_and_few_targets(trained, alone, documents):
+    one = on(alone, documents[0])
+    split = trained_run.load_run(trained[0], mesh=MeshConfig(context=2, fsdp=4))
+    again = on(split, documents[0]).evaluate(stride=5)
+    assert again.loss == pytest.approx(one.evaluate(stride=5).loss, rel=1e-5)
+    assert one.evaluate(stride=5, validation_tokens=50).tokens == 50
+    plain = one.evaluate()
+    assert (plain.windows, plain.documents) == (None, None)
+
+
+def test_the_command_scores_by_a_stride(trained, here, command):
+    code, out, _ = command(evaluate.main, "--workdir", trained[0], "--json", "--stride", 8)
+    found, same = json.loads(out), here.evaluate(stride=8)
+    assert code == 0 and found == json.loads(json.dumps(same._asdict())) | {"stride": 8}
+    _, text, _ = command(evaluate.main, "--workdir", trained[0], "--stride", 8)
+    assert text.endswith(f" ({found['windows']} windows of 1 documents)\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (("--stride", 0), "--stride=0: must be >= 1"),
+        (("--stride", 33), "stride=33: required 1 to 32, the run's batch.sequence_length"),
+        (("--stride", 4, "--tasks", "python_lines"), "leave out --tasks and --data"),
+    ],
+)
+def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
+    arguments = [str(word) for word in ("--workdir", trained[0], *flags)]
+    assert cli.exit_code(lambda: evaluate.main(arguments)) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and fault in line
+
+
+def test_arrays_have_no_documents(alone):
+    with pytest.raises(ConfigError, match="stride=4: windows slide over documents of tokens, and arrays"):
+        alone.evaluate({"x": np.zeros((8, 2))}, stride=4)
