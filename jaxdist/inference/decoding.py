@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError, schema
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.parallel import execution, precision
+from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
@@ -57,6 +58,7 @@ class TokenGenerator:
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"):
+        rules = rules.inside(SEQUENCE_AXES)  # each device of these has whole sequences, as in the cache
         self._mesh, self._rules, self._longest = mesh, rules, longest_text(spec)
 
         def run(*args, **sizes):

@@ -143,21 +143,25 @@ def explain(rules: Rules, length: int, heads: int, kv_heads: int, head_size: int
         return []
     token, part = head_size * itemsize / 1e6, length // size
     keys = 2 * copied_heads(kv_heads, heads, tensor) // _shards_of(heads, tensor) * token
-    gather = f"gather sends {keys * part * (size - 1):,.1f} MB, holds all of {keys * length:,.1f} MB"
+    gather = f"gather sends {_mb(keys * part * (size - 1))}, holds all of {_mb(keys * length)}"
     if rules.attention == "ring":
         moved = 2 * heads // _shards_of(heads, tensor) * token + keys  # to where all have equal work
         sent, held = (moved + keys * (size - 1)) * part, 2 * keys * part
-        ring = f"ring sends {sent:,.1f} MB, holds parts of {held:,.1f} MB"
+        ring = f"ring sends {_mb(sent)}, holds parts of {_mb(held)}"
         return [f"context {size}: attention by ring: set by context.attention; {ring}; {gather}"]
     if not _heads_divide(rules, heads):
         return [f"context {size}: attention by gather: {_indivisible(rules, heads)}; {gather}"]
     shards = _head_shards(rules, heads)
     own = 2 * (heads + copied_heads(kv_heads, heads, shards)) // shards * token  # of a whole sequence
-    by_heads = f"heads sends {own * part * (size - 1):,.1f} MB, holds parts of {own * length:,.1f} MB"
+    by_heads = f"heads sends {_mb(own * part * (size - 1))}, holds parts of {_mb(own * length)}"
     if rules.attention == "gather":
         return [f"context {size}: attention by gather: set by context.attention; {gather}; {by_heads}"]
     why = "set by context.attention" if rules.attention == "heads" else f"{heads} heads divide by {shards}"
     return [f"context {size}: attention by heads: {why}; {by_heads}; {gather}"]
+
+
+def _mb(size: float) -> str:
+    return f"{size:,.1f} MB" if size >= 1 else f"{size:.2g} MB"
 
 
 def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
