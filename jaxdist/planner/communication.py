@@ -66,7 +66,7 @@ class Collective:
     @property
     def wire_s(self) -> float:
         """Seconds of one execution, were nothing else on its links; 0 without a link."""
-        return self.wire_bytes / self.link.bytes_per_s if self.link else 0.0
+        return self.link.seconds(self.kind, self.wire_bytes) if self.link else 0.0
 
     @property
     def step_s(self) -> float:

@@ -17,11 +17,21 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import remat
-from jaxdist.parallel.axes import CROSSING_AXES, FIXED, REST_AXIS, SEARCHED, STATE_AXES, STEP_AXES, divisors
+from jaxdist.parallel.axes import (
+    CROSSING_AXES,
+    EXPERT_AXES,
+    FIXED,
+    PARAMETER_SHARDS,
+    REST_AXIS,
+    SEARCHED,
+    STATE_AXES,
+    STEP_AXES,
+    divisors,
+)
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
-from jaxdist.planner import formulas, memory
+from jaxdist.planner import experts, formulas, memory
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
@@ -36,11 +46,12 @@ REMAT = (
     f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
 )  # fmt: skip
 KEYS = (
-    *(f"mesh.{axis}" for axis in SEARCHED),
+    *(f"mesh.{axis}" for axis in (*SEARCHED, *EXPERT_AXES)),
     *(f"mesh.dcn.{axis}" for axis in SEARCHED if axis in CROSSING_AXES),
     "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
     "pipeline.chunks", "remat.policy",
 )  # fmt: skip
+_EXPERTS = "hidden rows of experts"
 _MADE_BY = {"out": "attention_projection", "gate": "mlp_gate", "up": "mlp_up", "down": "mlp_out"}
 _WIDE = ("query", "key", "value", "mlp_gate", "mlp_up")  # activations not of the model's width
 
@@ -56,6 +67,7 @@ class Estimate:
     gradients: float
     tensor: float  # sums of activations
     stages: float  # what stages hand on, and their sums over the vocabulary
+    exchange: float  # rows that go to experts and back
     host: float  # offloaded activations
     hides: bool  # whether the compiler runs gathers and gradients beside compute
 
@@ -65,7 +77,7 @@ class Estimate:
 
     @property
     def network_s(self) -> float:
-        return self.gathers + self.gradients + self.tensor + self.stages
+        return self.gathers + self.gradients + self.tensor + self.stages + self.exchange
 
     @property
     def bound_s(self) -> float:
@@ -123,17 +135,24 @@ class Candidate:
 def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, MeshShape]], dict, ModelSpec]:
     """Returns the run on each legal mesh, the counted reasons against the others, and the model's spec.
 
+    Experts are shared out by each divisor of their number, over fast links only.
+
     Raises:
       ConfigError: no mesh is legal.
     """
     legal, faults = [], Counter[str]()
     error = ConfigError("no mesh is legal")
     flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
-    for mesh in _meshes(run.mesh, target):
+    mixture = experts.mixture_of(run, build.model_spec(run))
+    for mesh in _meshes(run.mesh, target, mixture.experts if mixture else 1):
         pipeline = flow if mesh.pipeline > 1 else run.pipeline
         tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1), pipeline=pipeline)
         try:
             shape, _, spec = validate_for(tried, target)
+            link = target.axis_link(shape, experts.AXIS)
+            if link.name in experts.SLOW_LINKS or (target.chip and link.name == target.chip.network):
+                faults[f"mesh.{experts.AXIS}=N talks in every layer, over {link.name}"] += 1
+                continue
             legal.append((tried, shape))
         except ConfigError as refusal:
             error = refusal
@@ -143,11 +162,12 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     return legal, dict(faults.most_common()), spec
 
 
-def _meshes(base: MeshConfig, target: Target) -> Iterator[MeshConfig]:
+def _meshes(base: MeshConfig, target: Target, num_experts: int) -> Iterator[MeshConfig]:
     fixed = math.prod(max(getattr(base, axis), 1) for axis in FIXED)
     total, slices = target.num_devices // fixed, target.num_slices
-    varied = [axis for axis in SEARCHED if axis != "fsdp"]  # which takes the rest
-    for sizes in product(divisors(total), repeat=len(varied)):
+    varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *EXPERT_AXES]  # fsdp takes the rest
+    sizes_of = [divisors(math.gcd(total, num_experts if axis in EXPERT_AXES else total)) for axis in varied]
+    for sizes in product(*sizes_of):
         if total % math.prod(sizes):
             continue
         split: dict[str, Any] = dict(zip(varied, sizes, strict=True)) | {"fsdp": total // math.prod(sizes)}
@@ -164,7 +184,7 @@ def candidates(
     model = _Model(run, target, spec, *legal[0])
     for placed, shape in legal:
         staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
-        zeros = (3, 2, 1) if shape.sizes["fsdp"] > 1 else (3,)
+        zeros = (3, 2, 1) if math.prod(shape.sizes[axis] for axis in PARAMETER_SHARDS) > 1 else (3,)
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
         policies = (run.remat.policy,) if staged else tuple(dict.fromkeys((run.remat.policy, *REMAT)))
         parts = list(_parts(placed, shape, max(spec.depth, 1)))
@@ -216,11 +236,14 @@ class _Model:
         self.stored = jnp.dtype(run.precision.params).itemsize
         self.computed = jnp.dtype(run.precision.compute).itemsize
         self.depth, self.made = max(spec.depth, 1), Counter[str]()
-        for path, (x, _) in spec.named_parameters().items():  # made: parameters by what they compute
-            name = path.rpartition("/")[2]
-            self.made[_MADE_BY.get(name, name) if path.startswith("blocks/") else ""] += math.prod(x.shape)
-        self.parameters = self.made.total()
-        self.in_blocks = max(self.parameters - self.made.pop("", 0), 1)
+        for path, (x, names) in spec.named_parameters().items():  # made: parameters by what they compute
+            name, used = path.rpartition("/")[2], math.prod(x.shape) * build.active_share(run, names)
+            name = _EXPERTS if "experts" in names and name != "down" else _MADE_BY.get(name, name)
+            self.made[name if path.startswith("blocks/") else ""] += round(used)
+        self.in_blocks = max(self.made.total() - self.made.pop("", 0), 1)
+        self.mixture = experts.mixture_of(run, spec)
+        self.in_experts = self.mixture.kernels * self.mixture.layers if self.mixture else 0
+        self.dense = spec.parameter_count - self.in_experts
         self.tokens = run.batch.global_size * build.targets_per_sample(run)
         flops = model_flops(run, spec)
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
@@ -229,9 +252,15 @@ class _Model:
         self.width = run.model.get("d_model", 0)  # of foreign models, what activations send is left out
 
     def state_bytes(self, run: RunConfig, shape: MeshShape) -> int:
-        kept = formulas.Policy(self.stored, 4, self.moments)
-        local = self.parameters / shape.sizes["tensor"] / shape.sizes["pipeline"]
-        return int(formulas.state_bytes(local, kept, shards=shape.sizes["fsdp"], zero=run.mesh.zero))
+        kept, sizes = formulas.Policy(self.stored, 4, self.moments), shape.sizes
+        dense, own = self._local(shape)
+        whole = formulas.state_bytes(dense, kept, shards=sizes["fsdp"] * sizes["expert"], zero=run.mesh.zero)
+        return int(whole + formulas.state_bytes(own, kept, shards=sizes["fsdp"], zero=run.mesh.zero))
+
+    def _local(self, shape: MeshShape) -> tuple[float, float]:
+        """Returns the parameters that a device computes with, but those of experts, and those."""
+        split = shape.sizes["tensor"] * shape.sizes["pipeline"]
+        return self.dense / split, self.in_experts / split / shape.sizes["expert"]
 
     def estimate(self, run: RunConfig, shape: MeshShape) -> Estimate:
         stages, zero, gpu = shape.sizes["pipeline"], run.mesh.zero, self.target.platform == "gpu"
@@ -239,31 +268,52 @@ class _Model:
         ticks = (flow + (stages - 1) / chunks) / flow  # 1, and what is computed for nothing
         passes = run.batch.accumulation * flow * ticks  # over a stage's weights
         policy = "full" if stages > 1 else run.remat.policy
-        local = self.parameters / shape.sizes["tensor"] / stages
-        state = local / (shape.sizes["fsdp"] if zero else 1)
-        partial = state if zero >= 2 else local  # gradients, as they are added up
-        once = reduction.choose(self.spec, build_rules(run.mesh, shape), run.mesh.reduce, parts=2).once
-        sent = {axis: 4 * (1 if axis in once else passes) for axis in (*STEP_AXES, "fsdp")}
-        gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
         x = self.tokens * self.width * self.computed / shape.batch_shards
         sums_of_layer = 4 + (self._again(policy) > self._part("attention_projection"))
         sums = sums_of_layer * self.depth / stages * ticks + 3
-        reading = 3 * passes * local * self.computed / self.hbm
+        reading = 3 * passes * sum(self._local(shape)) * self.computed / self.hbm
         compute = max(self._compute(policy, stages * chunks, gpu), reading)
-        reduced = "reduce-scatter" if zero >= 2 else "all-reduce"
+        gathers, gradients, update = self._parameters(run, shape, passes)
         return Estimate(
             compute=compute,
             bubble=compute * (1 / (1 - bubble_fraction(stages, flow, chunks)) - 1),
-            update=(2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm,
-            gathers=self._time("all-gather", gathered, shape, "fsdp"),
-            gradients=self._time(reduced, sent["fsdp"] * local, shape, "fsdp")
-            + sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES),
+            update=update,
+            gathers=gathers,
+            gradients=gradients,
             tensor=self._time("all-reduce", sums * x, shape, "tensor"),
             stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
             + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),
+            exchange=self._exchange(shape, ticks),
             host=2 * self._offloaded(policy) * x / self.pcie,
             hides=gpu,
         )
+
+    def _parameters(self, run: RunConfig, shape: MeshShape, passes: float) -> tuple[float, float, float]:
+        """Returns the seconds of gathers, of sums of gradients, and of the update."""
+        zero = run.mesh.zero
+        once = reduction.choose(self.spec, build_rules(run.mesh, shape), run.mesh.reduce, parts=2).once
+        sent = {axis: 4 * (1 if axis in once else passes) for axis in (*STEP_AXES, "fsdp")}
+        reduced = "reduce-scatter" if zero >= 2 else "all-reduce"
+        gathers = gradients = update = 0.0
+        # Experts' kernels are split over their axis already; all else is stored in shards over both.
+        for local, axes in zip(self._local(shape), ("+".join(PARAMETER_SHARDS), "fsdp"), strict=True):
+            shards = math.prod(shape.sizes[axis] for axis in axes.split("+"))
+            state = local / (shards if zero else 1)
+            partial = state if zero >= 2 else local  # gradients, as they are added up
+            gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
+            gathers += self._time("all-gather", gathered, shape, axes)
+            gradients += self._time(reduced, sent["fsdp"] * local, shape, axes)
+            gradients += sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES)
+            update += (2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm
+        return gathers, gradients, update
+
+    def _exchange(self, shape: MeshShape, ticks: float) -> float:
+        """Returns the seconds in which rows go to experts and back, with an even load."""
+        if not self.mixture:
+            return 0.0
+        kind, payload = self.mixture.exchanged_bytes(shape.sizes[experts.AXIS])
+        layers = self.mixture.layers / shape.sizes["pipeline"] * ticks
+        return self._time(kind, layers * payload * self.tokens / shape.batch_shards, shape, experts.AXIS)
 
     def _compute(self, policy: str, places: int, gpu: bool) -> float:
         """Returns seconds at peak; layers are padded to so many places."""
@@ -278,9 +328,9 @@ class _Model:
         return (products + kernels) / self.target.num_devices / self.peak
 
     def _again(self, policy: str) -> float:
-        """Returns the share of blocks' products that are computed again."""
+        """Returns the share of blocks' products that are computed again; experts' hidden rows always are."""
         if policy in ("none", "dots"):
-            return 0.0
+            return self._part(_EXPERTS)
         # No backward pass reads a block's output.
         return 1 - sum(map(self._part, sorted(_kept_names(policy) | {"mlp_out"})))
 
@@ -292,11 +342,12 @@ class _Model:
         wide = {name: self.made[name] / max(self.width, 1) ** 2 for name in _WIDE}
         return sum(wide.get(name, self.depth) for name in remat.named_in(policy)["offload"])
 
-    def _time(self, kind: str, payload: float, shape: MeshShape, axis: str) -> float:
-        if shape.sizes[axis] == 1:
+    def _time(self, kind: str, payload: float, shape: MeshShape, axes: str) -> float:
+        axes = "+".join(axis for axis in axes.split("+") if shape.sizes[axis] > 1)
+        if not axes:
             return 0.0
-        link = self.target.axis_link(shape, axis)
-        return formulas.wire_bytes(kind, payload, shape.sizes[axis]) / link.bytes_per_s
+        members = math.prod(shape.sizes[axis] for axis in axes.split("+"))
+        return self.target.axis_link(shape, axes).seconds(kind, formulas.wire_bytes(kind, payload, members))
 
 
 def _kept_names(policy: str) -> set[str]:

@@ -12,21 +12,20 @@ That values live so long was read from the buffer assignments of libtpu 0.0.42.1
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
-from jaxdist.parallel import execution, remat
+from jaxdist.parallel import remat
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
+from jaxdist.planner import experts
+from jaxdist.planner.blocks import LANES, sample_tokens, trace
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
@@ -34,8 +33,6 @@ from jaxdist.trainer.run_config import RunConfig
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
 STATE = ("parameters", "optimizer state", "moving average", "model state")  # what a checkpoint holds
-SHORT = 64  # tokens of a trace: one block of the reference attention
-LANES = 128  # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all of them
 
 
 def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device) -> Components:
@@ -82,7 +79,7 @@ def _chip(target: Target | jax.Device) -> Chip | None:
 
 
 def _peak(step: "_Step") -> Components:
-    return max((step.in_loss(), step.in_backward(), step.in_update()), key=accounted_peak)
+    return max((step.in_loss(), *step.in_backward(), step.in_update()), key=accounted_peak)
 
 
 class _Step:
@@ -117,8 +114,8 @@ class _Step:
         sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
-        self.block = trace_block(run, spec, rules, inner, platform)
-        self.tokens = sequences * _sample_tokens(run, rules)
+        self.block = trace(run, spec, rules, inner, platform)
+        self.tokens = sequences * sample_tokens(run, rules)
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
         self.x_kept = self.x // (rules.shape.sizes["tensor"] if rules.sequence_parallel else 1)
@@ -140,37 +137,74 @@ class _Step:
             "working set": 2 * self.x,  # the last output and its gradient
         }
 
-    def in_backward(self) -> Components:
-        """The last layer's backward pass, when nothing that layers kept is free yet.
+    def in_backward(self) -> Iterator[Components]:
+        """Yields what the last layer's backward pass holds, when nothing that layers kept is free yet.
 
         Its weights are gathered and its forward values there again. The first weight's gradient,
         whole until it is reduced over devices, takes the place of a forward value. GPU reduces a
         layer's gradients together: all of them are there when half of the forward values are gone.
-        The head's is reduced after the layers, unless they are `ordered`.
+        The head's is reduced after the layers, unless they are `ordered`. Experts have moments of their own,
+        in which the values of what comes before them are there, too.
         """
-        block, sizes = self.block, self._around_backward()
+        block, sizes = self.block, self._in_layers()
+        if block.experts:
+            for moment in self._in_experts():
+                work = sizes["working set"] + self.times * (block.working - block.largest) + moment.rows
+                more = {"gathered weights": self._gathered_once() or moment.gathered, "working set": work}
+                more["unreduced gradients"] = sizes["unreduced gradients"] + moment.gradients
+                yield sizes | more
+            return
         gathered = self._gathered_once() or sum(block.weights) * self.compute
         work = self.times * block.working
         unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
-        if self.ordered:
-            sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
-            sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
         if self.pressed:
             work -= self.times * block.largest  # one gradient over its value: none and two of them were seen
         elif self.platform == "tpu":
             work += self.times * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:  # a little later there is more
             gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
+        sizes["unreduced gradients"] += unreduced
+        sizes["working set"] += work
+        yield sizes | {"gathered weights": gathered}
+
+    def _in_experts(self) -> Iterator[experts.Moment]:
+        """Yields what the experts' backward passes hold."""
+        assert self.block.experts is not None
+        parts, transposed = self.rules.shape.sizes[experts.AXIS], self._narrow_state() > 0
+        compute = self.compute
+        return experts.moments(self.block.experts, self.tokens, parts, compute, transposed=transposed)
+
+    def _narrow_state(self) -> int:
+        """Returns the bytes that rows of experts' kernels and state, narrower than a TPU's lanes, are padded by.
+
+        Before its loops libtpu copies them into the order of dims that their gradients have.
+        """
+        if self.platform != "tpu" or self.rules.zero < 3:
+            return 0
+        share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
+        padded = 0.0
+        for x, names in self.parameters.values():
+            row = self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)[-1]
+            if "experts" in names and row < LANES:
+                own = self._elements(x.shape, self.rules.stored(names, x.shape))
+                padded += own * (LANES / row - 1) * (self.stored + share)
+        return int(padded)
+
+    def _in_layers(self) -> Components:
+        """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""
+        sizes = self._around_backward() | {"working set": 0}
+        if self.ordered:
+            sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
+            sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
         layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
         if self.cut:
             sizes["unreduced gradients"] = 0  # a tick reduces the head's for itself
             layer_gradients //= self.cut.config.chunks
             # With layers a chunk's inputs, taken from their slots.
-            kept = self.times * sum(size for _, size in block.kept)
-            work += self.cut.dims[2] * (self.x_kept if self.policy == "layers" else kept)
+            kept = self.times * sum(size for _, size in self.block.kept)
+            sizes["working set"] = self.cut.dims[2] * (self.x_kept if self.policy == "layers" else kept)
         sizes["gradients"] += layer_gradients
-        sizes["unreduced gradients"] += unreduced
-        return sizes | {"gathered weights": gathered, "working set": work}
+        return sizes
 
     def _around_backward(self) -> Components:
         """What is alive from the loss to the end of the backward pass."""
@@ -181,6 +215,7 @@ class _Step:
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
         sizes["weights as computed"] = self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
+        sizes["state, padded"] = self._narrow_state()
         return sizes
 
     def _kept(self) -> Components:
@@ -262,172 +297,3 @@ class _Step:
 def _whole_bytes(tree: Any) -> int:
     """Returns the bytes of a tree of abstract arrays, all of it on one device."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _sample_tokens(run: RunConfig, rules: Rules) -> int:
-    """Returns a sample's tokens on a device; samples that are no text are counted whole."""
-    return run.batch.sequence_length // rules.shape.sizes["context"] if run.data.is_text else 1
-
-
-# --- one block ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    """Sizes of one block on one device; bytes if not said otherwise. All but weights are per `tokens`."""
-
-    tokens: int = 1
-    x: int = 0  # what flows from block to block
-    kept: tuple[tuple[str, int], ...] = ()  # (name, size) of what the remat policy keeps
-    working: int = 0  # alive in its backward pass: forward values not kept, and two gradients
-    largest: int = 0  # of the forward values that a backward pass reads
-    logsumexps: int = 0  # elements of attention's logsumexp
-    weights: tuple[int, ...] = ()  # elements of each weight as computed with
-
-
-_traced: dict[str, Block] = {}
-
-
-def trace_block(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str) -> Block:
-    """Returns one block as a device computes it; zeros for a model without blocks. Kept by content."""
-    if not spec.staged:
-        return Block()
-    sizes, length = rules.shape.sizes, _sample_tokens(run, rules)
-    length = length if length % SHORT else SHORT  # all of it grows with the tokens
-    layout = sizes["tensor"], sizes["expert"], length, policy, platform, run.precision.compute
-    key = repr((sorted(run.model.items()), *layout, run.data.packing, run.data.path, run.lora))
-    if key not in _traced:
-        _traced[key] = _trace(run, spec, rules, length, policy, platform)
-    return _traced[key]
-
-
-def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str) -> Block:
-    named = {path: v for path, v in spec.named_parameters().items() if path.startswith("blocks/")}
-    whole = [x.shape[1:] for x, _ in named.values()]
-    local = [rules.shard_dims(rules.computed(n, x.shape[1:]), x.shape[1:]) for x, n in named.values()]
-    try:
-        forward, residuals = _jaxprs(run, spec, local, length, policy)
-    except (TypeError, ValueError):  # the block reads sizes elsewhere than off its weights
-        forward, residuals = _jaxprs(run, spec, whole, length, policy)
-    count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
-    x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
-    kept = list(_kept(residuals, count, lanes))
-    if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
-        # cuDNN's have no name by which they could be moved: they are computed again.
-        kept = [(name, size) for name, size in kept if name != remat.RESIDUALS]
-    needed = _needed(forward, x, lanes)
-    largest = max(needed, default=0)
-    again = (Counter(needed) - Counter(size for _, size in kept)).elements()
-    heads = (d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n)
-    working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
-    return Block(length, _bytes(x), tuple(kept), working, largest, length * next(heads, 0), weights)
-
-
-def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
-    """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp keeps."""
-    trees = spec.trainable, spec.frozen
-    blocks = [tree.get("blocks", {}) for tree in trees]
-    dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
-    leaves = [jax.ShapeDtypeStruct((1, *d), dtype) for d, dtype in zip(dims, dtypes, strict=True)]
-    cut = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
-    trainable, frozen = (tree | {"blocks": part} for tree, part in zip(trees, cut, strict=True))
-    model = spec.assemble(trainable, spec.model_state, frozen)
-    graph, stacked = nnx.split(model.blocks)
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = build.batch_shapes(run, 1)
-    if run.data.is_text:
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype), batch)
-
-    def block(parameters, x, fields):
-        key = jax.random.key(0) if run.model.get("dropout") or run.lora.dropout else None
-        return apply_block(nnx.merge(graph, parameters), x, BlockInfo(key, jnp.int32(0), fields)).x
-
-    def residuals(parameters, x, fields):
-        kept = remat.rematerialised(block, policy)
-        return jax.tree.leaves(jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1])
-
-    with execution.activate(compute=run.precision.compute):
-        fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
-        x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
-        return tuple(jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals))
-
-
-def _zeros(model):
-    """Returns an abstract model with arrays in it, for use under a trace."""
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
-
-
-def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of a vjp's residuals but parameters and fields; x is input `position`."""
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-
-    def origin(v, *more: str):
-        while v in made and made[v].primitive.name in (*_SAME, *more):
-            v = made[v].invars[0]
-        return v
-
-    names = {jaxpr.invars[position]: (remat.INPUT, jaxpr.invars[position])}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            for source in origin(eqn.invars[0]), origin(eqn.invars[0], "add"):  # with and without bias
-                names.setdefault(source, (eqn.params["name"], eqn.outvars[0]))
-    for out in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
-        if out in made or out is jaxpr.invars[position]:
-            name, array = names.get(origin(out), ("unnamed", out))  # TPU has it in the shape that is named
-            same = (array.aval.size, array.aval.dtype) == (out.aval.size, out.aval.dtype)
-            yield name, _bytes(array if same else out, lanes)
-
-
-_SAME = (
-    "name", "reshape", "reduce_precision", "convert_element_type", "squeeze", "copy", "device_put",
-    "optimization_barrier",
-)  # fmt: skip
-_CURVED = ("tanh", "logistic", "exp", "log", "erf", "rsqrt", "sqrt", "max", "integer_pow", "square", "pow")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "pallas_call", "ragged_dot", "ragged_dot_general")
-
-
-def _needed(jaxpr, x, lanes: int) -> list[int]:
-    """Returns the bytes of each forward value that a block's backward pass reads as an array.
-
-    Those are operands of products (and kernels), and results of products that go into one by way of
-    something curved: XLA computes what is element-wise between them again, inside the readers. A
-    linear image of the same size (rotated queries) stands for its source, and a sum of products (a
-    kernel's and its adapter's) for both.
-    """
-    sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
-    needed: dict[Any, int] = {}
-    for eqn in jaxpr.eqns:
-        operands = [v for v in eqn.invars if not hasattr(v, "val") and v in sources]
-        if not _any(eqn, _PRODUCTS):
-            roots = frozenset().union(*(sources[v][0] for v in operands))
-            several = eqn.primitive.name in ("mul", "div") and len(operands) > 1
-            curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in operands)
-            if len(roots) > 1 and eqn.primitive.name == "add" and not curved and x not in roots:
-                roots = frozenset(eqn.outvars)
-            sources |= {out: (roots, curved) for out in eqn.outvars if roots}
-            continue
-        for v in operands:
-            roots, curved = sources[v]
-            (root, *more) = roots
-            if more or curved or _bytes(root) != _bytes(v):
-                needed[v] = _bytes(v, lanes)
-            needed |= {root: _bytes(root, lanes) for root in roots}
-        sources |= {out: (frozenset([out]), False) for out in eqn.outvars}
-    needed.pop(x, None)  # kept, or its predecessor's
-    return list(needed.values())
-
-
-def _any(eqn, primitives: Sequence[str]) -> bool:
-    """Returns whether an equation is one of the primitives or holds one."""
-    inner = (getattr(value, "jaxpr", value) for value in eqn.params.values())
-    return eqn.primitive.name in primitives or any(
-        _any(e, primitives) for jaxpr in inner for e in getattr(jaxpr, "eqns", ())
-    )
-
-
-def _bytes(v, lanes: int = 1) -> int:
-    """Returns the bytes of a value whose rows are padded to so many elements (but for single ones)."""
-    row = v.aval.shape[-1] if v.aval.ndim else 1
-    padded = lanes if 1 < row < lanes else row
-    return v.aval.size // max(row, 1) * padded * v.aval.dtype.itemsize

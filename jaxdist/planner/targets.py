@@ -42,6 +42,12 @@ class Link:
 
     name: str  # ICI, DCN, NVLink, PCIe, a network's; memory: one device, or a CPU
     bytes_per_s: float  # that each device can send while all members do; inf: not modelled
+    # The share of it that an all-to-all reaches: on a torus its bytes pass other members on their way.
+    all_to_all: float = 1.0
+
+    def seconds(self, kind: str, wire_bytes: float) -> float:
+        """Returns how long a collective of this kind takes in which each member sends so much."""
+        return wire_bytes / self.bytes_per_s / (self.all_to_all if kind == "all-to-all" else 1.0)
 
 
 _FREE = Link("memory", math.inf)
@@ -113,7 +119,7 @@ class Target:
         )
         places = Counter(i // (self.shape[1] if gpu else _SLICE_ID) for i in device_ids)
         if len(places) == 1:
-            return Link(self.chip.link, speed)
+            return Link(self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids))
         share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
         return Link(self.chip.network, min(speed, share))
 
@@ -122,15 +128,31 @@ class Target:
 
         Members that lie `gap` apart leave room for `gap` such groups, which share the links.
         """
-        chips = {i % _SLICE_ID // per_chip for i in device_ids}
-        coords = np.array([_coords(chip, self.shape) for chip in chips])
-        links = 0.0
+        links = sum((2 if ring else 1) / gap for _, ring, gap in self._ici_dims(device_ids))
+        return links / per_chip or _DIE_TO_DIE
+
+    def _ici_dims(self, device_ids: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
+        """Yields (members, whether they close a ring, how far they lie apart) of each dim of a group."""
+        per_chip = self.num_devices // self.num_chips
+        coords = np.array([_coords(i % _SLICE_ID // per_chip, self.shape) for i in device_ids])
         for dim, length in enumerate(self.shape):
             places = np.unique(coords[:, dim])
             if len(places) > 1:
                 gap = int(np.diff(places).min())
-                links += (2 if self.wrap[dim] and len(places) * gap == length else 1) / gap
-        return links / per_chip or _DIE_TO_DIE
+                yield len(places), self.wrap[dim] and len(places) * gap == length, gap
+
+    def _all_to_all(self, device_ids: Sequence[int]) -> float:
+        """Returns the share of the links' rate that an all-to-all of a group reaches, at most 1.
+
+        A byte crosses n / 4 links of a ring of n on average, (n^2 - 1) / 3n of a line, so the dim with the
+        most of them a link takes longest (Austin et al. 2025, How to Scale Your Model: rings).
+        """
+        dims, others = list(self._ici_dims(device_ids)), 1 - 1 / len(device_ids)
+        if not dims:
+            return 1.0
+        hops = ((n / 4 if ring else (n - 1 / n) / 3) * gap / (2 if ring else 1) for n, ring, gap in dims)
+        links = sum((2 if ring else 1) / gap for _, ring, gap in dims)
+        return min(1.0, others / links / max(hops))
 
 
 def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -332,7 +332,8 @@ def _flops(arguments: Sequence[Any]) -> float:
     return 2.0 * ids.size * sum(math.prod(kernel.shape[1:]) for kernel in kernels)
 
 
-flops.COSTS["jaxdist_experts"] = _flops
+CALL = "jaxdist_experts"  # its name in a jaxpr
+flops.COSTS[CALL] = _flops
 
 
 def _local_backward(x, ids, weights, dout, order, products, kernels: Kernels, *, place: _Placement):

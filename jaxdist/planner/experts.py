@@ -1,0 +1,149 @@
+"""What a mixture of experts adds to a plan: its sizes, what its exchange sends, and when to share experts out.
+
+Letters: `E` experts, `k` of a token, `D` model, `F` feed-forward, `n` devices of the mesh axis `expert`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxdist.ops.experts.mixture import SLACK, choose_exchange
+from jaxdist.parallel.axes import AXES, EXPERT_AXES, REST_AXIS, divisors
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.planner import formulas
+from jaxdist.planner.blocks import ExpertCall
+from jaxdist.planner.targets import Target
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.trainer.run_config import RunConfig
+
+(AXIS,) = EXPERT_AXES
+EXCHANGES = 5  # times that a row crosses the network: to its expert and back, then x and gradient to, and back
+SLOW_LINKS = ("DCN", "PCIe", "network")  # an exchange in every layer waits for them
+EVEN = "even load: each pair of devices has as many rows for one another"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model."""
+
+    experts: int  # E
+    chosen: int  # k
+    width: int  # D
+    layers: int  # that have them
+    kernels: int  # elements of all experts' kernels in one layer
+    computed: int  # bytes of a row's element
+
+    def exchange(self, parts: int) -> str:
+        """Returns how rows reach experts on so many devices: rounds, gather, or "" where each has all."""
+        return choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
+
+    def exchanged_bytes(self, parts: int) -> tuple[str, float]:
+        """Returns the kind of collective, and its payload a token and layer, forward and backward.
+
+        What a device sends of it is (n - 1) / n: 5 k slack (n - 1) / n rows, or 5 (n - 1) of gathers.
+        """
+        row = EXCHANGES * self.width * self.computed
+        if self.exchange(parts) == "gather":
+            return "all-gather", row * parts
+        return "all-to-all", row * self.chosen * SLACK * (parts > 1)
+
+
+def mixture_of(run: RunConfig, spec: ModelSpec) -> Mixture | None:
+    """Returns the experts of a run's model; None of a dense one."""
+    named = {path: v for path, v in spec.named_parameters().items() if "experts" in v[1]}
+    if not named:
+        return None
+    x, names = next(iter(named.values()))
+    dims = dict(zip(names[::-1], x.shape[::-1], strict=False))  # stack dims have no name
+    layers = max(spec.depth, 1)
+    return Mixture(
+        experts=dims["experts"],
+        chosen=run.model.get("experts_per_token") or 1,
+        width=dims.get("d_model", 0),
+        layers=layers,
+        kernels=sum(math.prod(x.shape) for x, _ in named.values()) // layers,
+        computed=jnp.dtype(run.precision.compute).itemsize,
+    )
+
+
+class Moment(NamedTuple):
+    """What the backward pass of a layer's experts holds at some moment, in bytes of a device."""
+
+    gathered: int  # kernels
+    gradients: int  # of kernels, whole
+    rows: int  # of tokens, here and in the exchange
+
+
+def moments(
+    call: ExpertCall, tokens: int, parts: int, computed: int, *, transposed: bool
+) -> Iterator[Moment]:
+    """Yields the moments of which one is a layer's peak, with a load that fills no more than a round.
+
+    Kernels are gathered, hidden rows computed again, and gradients made one kernel after another; where
+    there may be several rounds they add up in float32, as do those of the tokens.
+
+    Args:
+      tokens: of a device.
+      parts: devices that share the experts out.
+      computed: bytes of a row's element.
+      transposed: the down kernels are gathered and reduced in another order of dims than they are used in
+        (TPU), which makes copies.
+    """
+    D, F, kind = call.width, call.hidden, choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else ""
+    kernel = call.experts // parts * D * F
+    gathered, totals = computed * (call.inputs + 1) * kernel, 0
+    rows, fixed = tokens * call.chosen, 0
+    if kind:
+        rows = int(SLACK * rows)
+        group = tokens * (parts if kind == "gather" else 1)  # tokens whose x and gradients are there
+        totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
+    wide, hidden = 2 * rows * D * computed, rows * F * computed  # x and its gradient; one hidden array
+    copy = kernel if transposed else 0
+    yield Moment(gathered + computed * copy, totals, fixed + wide + call.inputs * hidden)
+    yield Moment(gathered, totals, fixed + wide + (call.inputs + 2) * hidden)
+    yield Moment(0, totals + 4 * (kernel + copy) * (not totals), fixed + wide + (call.inputs + 1) * hidden)
+
+
+def rounds(load: float) -> int:
+    """Returns how often devices go round if the fullest pair has `load` times the mean rows."""
+    return max(1, math.ceil(load / SLACK - 1e-9))
+
+
+def tokens_worth(mixture: Mixture) -> float:
+    """Returns the tokens a device and part of a step below which experts send less than fsdp does.
+
+    Fsdp gathers a layer's kernels twice in the compute dtype and reduces float32 gradients; sharing out all
+    experts sends each token's rows instead. 24 E D F bytes against 8.75 k slack D a token with n = 8.
+    """
+    moved = mixture.kernels * (2 * mixture.computed + 4)
+    return moved / (EXCHANGES * mixture.chosen * SLACK * mixture.width * mixture.computed)
+
+
+def best_size(mixture: Mixture, target: Target, inside: int, tokens: float) -> int:
+    """Returns the n of `expert` with the least time on the wire beside fsdp, both inside a slice or node.
+
+    Args:
+      inside: devices that fast links join, of which n is a divisor.
+      tokens: of a device in a part of a step.
+    """
+
+    def seconds(n: int) -> float:
+        shape = _inside(target, inside, n)
+        links = {axis: target.axis_link(shape, axis) for axis in (AXIS, "fsdp")}
+        kind, payload = mixture.exchanged_bytes(n)
+        sent = formulas.wire_bytes(kind, payload * tokens, n)
+        kept = formulas.wire_bytes("all-gather", mixture.kernels / n, inside // n) * (2 * mixture.computed + 4)
+        return links[AXIS].seconds(kind, sent) + links["fsdp"].seconds("all-gather", kept)
+
+    sizes = [n for n in divisors(inside) if mixture.experts % n == 0]
+    return min(sizes, key=lambda n: (seconds(n), n))
+
+
+def _inside(target: Target, devices: int, n: int) -> MeshShape:
+    ones = dict.fromkeys(AXES, 1)
+    replicas = target.num_devices // devices
+    sizes = {**ones, REST_AXIS: replicas, "fsdp": devices // n, AXIS: n}
+    return MeshShape(sizes, {**ones, REST_AXIS: target.num_slices})
