@@ -41,15 +41,18 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
     if flags.search and flags.fix:
         raise ConfigError("--fix mends one layout, --search looks for another; give one of them")
+    if flags.expert_load > 1 and not run.model.get("num_experts"):
+        raise ConfigError(f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out")
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     folder = _folder(flags.workdir) if flags.workdir else None
     ranked: dict[str, Any] = {}
     with _progress() as say:
         if flags.search:
-            ranking = search.search(run, target, say=say)
+            ranking = search.search(run, target, expert_load=flags.expert_load, say=say)
             code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
         else:
-            plan = make_plan(run, target, check_edits=MOST_CHECKED if flags.fix else 0, say=say)
+            checked = MOST_CHECKED if flags.fix else 0
+            plan = make_plan(run, target, check_edits=checked, expert_load=flags.expert_load, say=say)
             code = plan.exit_code
     tokens = int(flags.tokens) if flags.tokens else plan.tokens
     assumed = restarts.Assumptions(flags.chip_hours_per_failure, flags.host_storage * 1e9)
@@ -75,10 +78,11 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         flags.on != "here",
         flags.workdir,
         flags.tokens,
+        flags.expert_load > 1,
         flags.price_per_chip_hour,
     )
     if any(given):
-        others = "--on, --search, --fix, --workdir, --tokens and --price-per-chip-hour"
+        others = "--on, --search, --fix, --workdir, --tokens, --expert-load and --price-per-chip-hour"
         raise ConfigError(f"--fewest chooses the machine and says no more: leave out {others}")
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     with _progress() as say:
@@ -144,6 +148,13 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} must be a positive number")
 
 
+def _at_least_one(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 1 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} must be a number of at least 1: the most over the mean")
+
+
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
     parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here")
@@ -151,6 +162,13 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
+    parser.add_argument(
+        "--expert-load",
+        type=_at_least_one,
+        default=1.0,
+        metavar="SKEW",
+        help="rows of the fullest pair of devices that share experts, over the mean (%(default)g: even)",
+    )
     parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12; or samples")
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
     default = restarts.Assumptions()

@@ -17,6 +17,7 @@ from pathlib import PurePath
 import numpy as np
 
 from jaxdist.hardware.chips import NETWORKS, Chip
+from jaxdist.ops.experts.exchange import FROM_EXPERTS, TO_EXPERTS
 from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
@@ -27,6 +28,7 @@ from jaxdist.telemetry.units import percent_text, time_text
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_EXCHANGED = re.compile(f"{TO_EXPERTS}|{FROM_EXPERTS}")
 _SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values())}
 
 
@@ -42,7 +44,7 @@ class Collective:
     count: int  # executions a step, loops multiplied out
     asynchronous: bool
     in_loop: bool
-    what: str  # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "activations"
+    what: str  # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "rows to experts", "activations"
     module: str  # the Python that asked for it: "FeedForward.__call__ (transformer.py:189)"
     phase: str  # forward, recomputation, backward, update; "?" where the compiler keeps no source
     name: str  # of the instruction
@@ -183,7 +185,7 @@ class _Reader:
             count=run.times,
             asynchronous=ends > begins,
             in_loop=bool(run.loops),
-            what=self._what(kind, axis, run, outer, types),
+            what=self._what(kind, axis, run, outer, types, source),
             module=_python(self.module.stack(source)),
             phase=_phase(source.op_name),
             name=outer.name,
@@ -214,15 +216,15 @@ class _Reader:
         whole = math.prod(sizes[axis] for axis in axes) == len(group)
         return ("" if whole or _kind(step) == "collective-permute" else "part of ") + "+".join(axes)
 
-    def _what(self, kind: str, axis: str, run: hlo.LoopRun, step: hlo.Instruction, types) -> str:
+    def _what(self, kind: str, axis: str, run: hlo.LoopRun, step, types, source: hlo.Instruction) -> str:
+        if match := _EXCHANGED.search(source.op_name):
+            return match[0].replace("_", " ")
         sources = (self.module.origin(run.computation, operand) for operand in step.operands)
         origins = {_parameter(source.op_name) for source in sources if source}
         if kind not in ("reduce-scatter", "all-to-all") and origins:
             return f"gather of {', '.join(sorted(origins))}"
-        if hlo.num_bytes(types) <= 4096:
-            return "scalars"
-        if types[0][0][0] in "su":  # integers
-            return "tokens"
+        if hlo.num_bytes(types) <= 4096 or types[0][0][0] in "su":
+            return "scalars" if hlo.num_bytes(types) <= 4096 else "tokens"  # of integers
         # What is summed over parts of the batch, at once or by permutes, is the gradient of weights.
         summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
         return "gradient" if summed and set(axis.split("+")) <= set(BATCH_AXES) else "activations"

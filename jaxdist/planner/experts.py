@@ -1,28 +1,36 @@
-"""What a mixture of experts adds to a plan: its sizes, what its exchange sends, and when to share experts out.
+"""What a mixture of experts adds to a plan: sizes, memory, what its exchange sends, when to share it out.
 
 Letters: `E` experts, `k` of a token, `D` model, `F` feed-forward, `n` devices of the mesh axis `expert`.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxdist.ops.experts.exchange import FROM_EXPERTS, TO_EXPERTS
 from jaxdist.ops.experts.mixture import SLACK, choose_exchange
 from jaxdist.parallel.axes import AXES, EXPERT_AXES, REST_AXIS, divisors
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.blocks import ExpertCall
+from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.telemetry import hlo
 from jaxdist.trainer.run_config import RunConfig
 
 (AXIS,) = EXPERT_AXES
-EXCHANGES = 5  # times that a row crosses the network: to its expert and back, then x and gradient to, and back
+EXCHANGES = (
+    5  # times that a row crosses the network: to its expert and back, then x and gradient to, and back
+)
 SLOW_LINKS = ("DCN", "PCIe", "network")  # an exchange in every layer waits for them
-EVEN = "even load: each pair of devices has as many rows for one another"
+EVEN = "even load: all pairs of devices have about as many rows for one another"
+TO, FROM = (scope.replace("_", " ") for scope in (TO_EXPERTS, FROM_EXPERTS))
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,12 @@ def moments(
     copy = kernel if transposed else 0
     yield Moment(gathered + computed * copy, totals, fixed + wide + call.inputs * hidden)
     yield Moment(gathered, totals, fixed + wide + (call.inputs + 2) * hidden)
-    yield Moment(0, totals + 4 * (kernel + copy) * (not totals), fixed + wide + (call.inputs + 1) * hidden)
+    # In a loop of rounds kernels stay to its end; else they are free when their rows are done.
+    left = gathered if kind else 0
+    back = wide + wide // 2 + 4 * call.chosen * tokens * D  # gradients of rows, and of tokens by choice
+    yield Moment(left, totals, fixed + back + (call.inputs + 1) * hidden)
+    made = 0 if kind else 4 * (kernel + copy)
+    yield Moment(left, totals + made, fixed + wide + (call.inputs + 1) * hidden)
 
 
 def rounds(load: float) -> int:
@@ -122,6 +135,60 @@ def tokens_worth(mixture: Mixture) -> float:
     return moved / (EXCHANGES * mixture.chosen * SLACK * mixture.width * mixture.computed)
 
 
+_ROUNDS = re.compile(r"\beven_load_trips_1\b")  # the scope of loops that an even load leaves after one round
+
+
+def with_load(module: hlo.Module, load: float) -> hlo.Module:
+    """Returns a program whose loops of rounds go round as often as a load needs."""
+    trips = f', backend_config={{"known_trip_count":{{"n":"{rounds(load)}"}}}}'
+    computations = {
+        name: {
+            step.name: hlo.Instruction(step.name, step.text + trips)
+            if step.opcode == "while" and _ROUNDS.search(step.op_name)
+            else step
+            for step in steps.values()
+        }
+        for name, steps in module.computations.items()
+    }
+    return replace(module, computations=computations)
+
+
+def describe(
+    mixture: Mixture | None, shape: MeshShape, load: float, collectives: Sequence[Collective]
+) -> dict[str, Any]:
+    """Returns, as JSON, what a plan says of experts: how they exchange rows, what was assumed, what moves."""
+    if mixture is None:
+        return {}
+    parts, times = shape.sizes[AXIS], rounds(load)
+    kind = mixture.exchange(parts)
+    moved: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for one in collectives:
+        if one.what in (TO, FROM):
+            moved[one.kind, one.axis, one.what].append(one)
+    assumed = EVEN if load <= SLACK else f"the fullest pair of devices has {load:g} x the mean rows"
+    times_text = f"{times} round{'s' * (times > 1)} of {SLACK:g} x the even share"
+    return {
+        "experts": mixture.experts,
+        "chosen": mixture.chosen,
+        "parts": parts,
+        "exchange": kind or None,
+        "load": load,
+        "rounds": times if kind else None,
+        "assumption": f"{assumed}; {times_text}" if kind else "nothing is exchanged",
+        "exchanged": [
+            {
+                "kind": name,
+                "axis": axis,
+                "what": what,
+                "bytes": sum(one.count * one.bytes for one in ones),
+                "wire_bytes": math.fsum(one.count * one.wire_bytes for one in ones),
+                "seconds": math.fsum(one.step_s for one in ones) or None,
+            }
+            for (name, axis, what), ones in moved.items()
+        ],
+    }
+
+
 def best_size(mixture: Mixture, target: Target, inside: int, tokens: float) -> int:
     """Returns the n of `expert` with the least time on the wire beside fsdp, both inside a slice or node.
 
@@ -135,7 +202,9 @@ def best_size(mixture: Mixture, target: Target, inside: int, tokens: float) -> i
         links = {axis: target.axis_link(shape, axis) for axis in (AXIS, "fsdp")}
         kind, payload = mixture.exchanged_bytes(n)
         sent = formulas.wire_bytes(kind, payload * tokens, n)
-        kept = formulas.wire_bytes("all-gather", mixture.kernels / n, inside // n) * (2 * mixture.computed + 4)
+        kept = formulas.wire_bytes("all-gather", mixture.kernels / n, inside // n) * (
+            2 * mixture.computed + 4
+        )
         return links[AXIS].seconds(kind, sent) + links["fsdp"].seconds("all-gather", kept)
 
     sizes = [n for n in divisors(inside) if mixture.experts % n == 0]

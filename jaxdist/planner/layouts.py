@@ -178,10 +178,15 @@ def _meshes(base: MeshConfig, target: Target, num_experts: int) -> Iterator[Mesh
 
 
 def candidates(
-    run: RunConfig, target: Target, legal: Sequence[tuple[RunConfig, MeshShape]], spec: ModelSpec
+    run: RunConfig,
+    target: Target,
+    legal: Sequence[tuple[RunConfig, MeshShape]],
+    spec: ModelSpec,
+    expert_load: float = 1.0,
 ) -> Iterator[Candidate]:
-    """Yields every layout on the legal meshes."""
+    """Yields every layout on the legal meshes; `expert_load`: see `plan.make_plan`."""
     model = _Model(run, target, spec, *legal[0])
+    model.rounds = experts.rounds(expert_load)
     for placed, shape in legal:
         staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
         zeros = (3, 2, 1) if math.prod(shape.sizes[axis] for axis in PARAMETER_SHARDS) > 1 else (3,)
@@ -241,7 +246,7 @@ class _Model:
             name = _EXPERTS if "experts" in names and name != "down" else _MADE_BY.get(name, name)
             self.made[name if path.startswith("blocks/") else ""] += round(used)
         self.in_blocks = max(self.made.total() - self.made.pop("", 0), 1)
-        self.mixture = experts.mixture_of(run, spec)
+        self.mixture, self.rounds = experts.mixture_of(run, spec), 1
         self.in_experts = self.mixture.kernels * self.mixture.layers if self.mixture else 0
         self.dense = spec.parameter_count - self.in_experts
         self.tokens = run.batch.global_size * build.targets_per_sample(run)
@@ -263,7 +268,7 @@ class _Model:
         return self.dense / split, self.in_experts / split / shape.sizes["expert"]
 
     def estimate(self, run: RunConfig, shape: MeshShape) -> Estimate:
-        stages, zero, gpu = shape.sizes["pipeline"], run.mesh.zero, self.target.platform == "gpu"
+        stages, gpu = shape.sizes["pipeline"], self.target.platform == "gpu"
         flow, chunks = (run.pipeline.microbatches, run.pipeline.chunks) if stages > 1 else (1, 1)
         ticks = (flow + (stages - 1) / chunks) / flow  # 1, and what is computed for nothing
         passes = run.batch.accumulation * flow * ticks  # over a stage's weights
@@ -303,16 +308,18 @@ class _Model:
             gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
             gathers += self._time("all-gather", gathered, shape, axes)
             gradients += self._time(reduced, sent["fsdp"] * local, shape, axes)
-            gradients += sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES)
+            gradients += sum(
+                self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES
+            )
             update += (2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm
         return gathers, gradients, update
 
     def _exchange(self, shape: MeshShape, ticks: float) -> float:
-        """Returns the seconds in which rows go to experts and back, with an even load."""
+        """Returns the seconds in which rows go to experts and back."""
         if not self.mixture:
             return 0.0
         kind, payload = self.mixture.exchanged_bytes(shape.sizes[experts.AXIS])
-        layers = self.mixture.layers / shape.sizes["pipeline"] * ticks
+        layers = self.mixture.layers / shape.sizes["pipeline"] * ticks * self.rounds
         return self._time(kind, layers * payload * self.tokens / shape.batch_shards, shape, experts.AXIS)
 
     def _compute(self, policy: str, places: int, gpu: bool) -> float:

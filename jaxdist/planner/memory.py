@@ -175,20 +175,21 @@ class _Step:
         return experts.moments(self.block.experts, self.tokens, parts, compute, transposed=transposed)
 
     def _narrow_state(self) -> int:
-        """Returns the bytes that rows of experts' kernels and state, narrower than a TPU's lanes, are padded by.
+        """Returns the bytes by which rows of experts' kernels and their state are padded in copies on TPU.
 
-        Before its loops libtpu copies them into the order of dims that their gradients have.
+        Where a shard's rows are half as wide as the lanes, libtpu copies it into the order of dims of its
+        gradient before the layers' loops; narrower ones it leaves, and wider ones are in that order.
         """
         if self.platform != "tpu" or self.rules.zero < 3:
             return 0
         share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
-        padded = 0.0
-        for x, names in self.parameters.values():
-            row = self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)[-1]
-            if "experts" in names and row < LANES:
-                own = self._elements(x.shape, self.rules.stored(names, x.shape))
-                padded += own * (LANES / row - 1) * (self.stored + share)
-        return int(padded)
+        shards = [
+            self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)
+            for x, names in self.parameters.values()
+            if "experts" in names
+        ]
+        narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
+        return int(sum(narrow) * (self.stored + share))
 
     def _in_layers(self) -> Components:
         """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""

@@ -11,7 +11,7 @@ import jax
 from jaxdist.config import ConfigError, schema
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import advice, communication, memory, restarts, show, targets, timing
+from jaxdist.planner import advice, communication, experts, memory, restarts, show, targets, timing
 from jaxdist.planner.advice import Edit
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
@@ -45,6 +45,7 @@ class Plan:
     tokens: int  # of the whole training
     price_per_chip_hour: float | None = None
     assumed: restarts.Assumptions = restarts.Assumptions()  # of the machine
+    expert_load: float = 1.0  # rows of the fullest pair of devices, relative to the mean
     fits: bool | None = None  # None: cannot tell
     exit_reason: str = "not compiled"
     peak_bytes: int | None = None  # by the compiler; of a step that it refuses, what it would need
@@ -68,11 +69,13 @@ class Plan:
             "hardware": asdict(self.target) | {"chip": self.target.chip and self.target.chip.name},
             "layout": _layout(self.run, self.rules.shape, self.target),
             "parameters": self.spec.parameter_count,
+            "active_parameters": build.active_parameters(self.run, self.spec),
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
             "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
+            "experts": self._experts(),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
             "warnings": list(self.warnings),
@@ -93,6 +96,10 @@ class Plan:
             "accounted_bytes": memory.accounted_peak(self.components),
             "components": self.components,
         }
+
+    def _experts(self) -> dict[str, Any]:
+        mixture = experts.mixture_of(self.run, self.spec)
+        return experts.describe(mixture, self.rules.shape, self.expert_load, self.collectives)
 
     def _restarts(self) -> restarts.Restarts:
         return restarts.estimate(
@@ -124,18 +131,20 @@ def make_plan(
     *,
     options: CompileOptions | None = None,
     check_edits: int = 0,
+    expert_load: float = 1.0,
     say: Say = lambda line: None,
 ) -> Plan:
     """Returns the plan of a run on a target.
 
     Args:
       check_edits: at most so many of the edits that should make it fit are compiled, the best first.
+      expert_load: rows of the fullest pair of devices that exchange experts' rows, relative to the mean.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
       MissingExtra: the target's compiler is not installed.
     """
-    plan = _compiled_plan(run, target, options, say)
+    plan = _compiled_plan(run, target, options, say, expert_load)
     if plan.fits is not False:
         return plan
     edits = _edits(plan)
@@ -184,9 +193,11 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
     return show.as_text(replace(plan, fits=False, exit_reason=reason, advice=_edits(plan)).to_json())
 
 
-def _compiled_plan(run: RunConfig, target: Target, options: CompileOptions | None, say: Say) -> Plan:
+def _compiled_plan(
+    run: RunConfig, target: Target, options: CompileOptions | None, say: Say, expert_load: float = 1.0
+) -> Plan:
     """Returns the plan without advice."""
-    plan = plan_by_arithmetic(run, target)
+    plan = replace(plan_by_arithmetic(run, target), expert_load=expert_load)
     say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
     try:
         return _with_compiled(plan, compile_run(run, target, options, say=say))
@@ -213,7 +224,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     if not compiled.hlo:
         notes.append("these versions cannot print the program: no communication, no time")
         return replace(plan, warnings=notes)
-    module = hlo.parse(compiled.hlo)
+    module = experts.with_load(hlo.parse(compiled.hlo), plan.expert_load)
     collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
     compute, kernels = run.precision.compute, timing.kernels(module)
     collectives = timing.overlap(module, collectives, kernels, target, compute=compute)
@@ -235,7 +246,10 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         chip=target.chip,
         step_s=time.step_s,
     )
-    time = replace(time, sure=time.sure + _other_compiler(time.sure, target.platform, versions()))
+    sure = time.sure + _other_compiler(time.sure, target.platform, versions())
+    even = experts.rounds(plan.expert_load) == 1
+    told = tuple(note for note in time.notes if even or not note.startswith(timing.EVEN_LOAD))
+    time = replace(time, sure=sure, notes=told)
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.parallel.axes import SEARCHED
-from jaxdist.planner import layouts, rules_of_thumb
+from jaxdist.parallel.axes import EXPERT_AXES, SEARCHED
+from jaxdist.planner import experts, layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
@@ -134,13 +134,16 @@ def search(
     options: CompileOptions | None = None,
     finalists: int = 5,
     minutes: float = 18.0,
+    expert_load: float = 1.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Ranking:
     """Returns the run's layouts on a target, ranked.
 
     Args:
-      finalists: compiles at most, and one more for the rule of thumb's layout.
+      finalists: compiles at most, and one more for the rule of thumb's layout; with experts another, so
+        that layouts with and without their axis are compared.
       minutes: of wall time; no compile begins that would probably end after them.
+      expert_load: see `make_plan`.
 
     Raises:
       ConfigError: no layout is legal.
@@ -148,17 +151,21 @@ def search(
     """
     began, cpu = time.monotonic(), _cpu_seconds()
     meshes, illegal, spec = layouts.legal_meshes(run, target)
-    candidates = list(layouts.candidates(run, target, meshes, spec))
+    candidates = list(layouts.candidates(run, target, meshes, spec, expert_load))
     fitting, counts = _select_fitting(candidates, target, spec)
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
-    compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say)
+    compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say, expert_load)
     stopped = compiler.compile_best(fitting, finalists)
     tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
     depth = max(spec.depth, rules_of_thumb.MIN_LAYERS)
-    rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens)
+    mixture = experts.mixture_of(run, spec)
+    size = build.active_parameters(run, spec)
+    rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens, mixture, active=size)
     ruled = [one for one in fitting if _follows_rule(one, rule)]
     if ruled and compiler.has_time() and not any(_follows_rule(one.layout, rule) for one in compiler.done):
         compiler.compile(ruled[0])
+    if compiler.has_time() and (other := _other_kind(fitting, compiler.done)):
+        compiler.compile(other)
     ranked = _ranked(compiler.done)
     tried = {id(one.layout) for one in ranked}
     others = [(one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried]
@@ -171,6 +178,12 @@ def search(
         "cpu_seconds": _cpu_seconds() - cpu,
     }
     return Ranking(run, target, ranked, others[: 2 * finalists], summary)
+
+
+def _other_kind(fitting: Sequence[Candidate], done: Sequence[Compiled]) -> Candidate | None:
+    """Returns the best layout without experts' axis where only such with it were compiled, and vice versa."""
+    kinds = {experts.AXIS in one.layout.axes for one in done}
+    return next((one for one in fitting if len(kinds) == 1 and (experts.AXIS in one.axes) not in kinds), None)
 
 
 def _cpu_seconds() -> float:
@@ -226,8 +239,10 @@ def _by_arithmetic(one: Candidate) -> tuple:
 class _Compiler:
     """Compiles candidates until time, number or hope is used up."""
 
-    def __init__(self, target: Target, options: CompileOptions, ends: float, say: Callable[[str], None]):
-        self.target, self.options, self.ends, self.say = target, options, ends, say
+    def __init__(
+        self, target: Target, options: CompileOptions, ends: float, say: Callable[[str], None], load: float
+    ):
+        self.target, self.options, self.ends, self.say, self.load = target, options, ends, say, load
         self.done: list[Compiled] = []
         self.longest = 0.0
 
@@ -263,7 +278,8 @@ class _Compiler:
         began = time.monotonic()
         self.say(f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}")
         cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
-        plan = make_plan(one.run, self.target, options=replace(self.options, timeout_s=cap))
+        options = replace(self.options, timeout_s=cap)
+        plan = make_plan(one.run, self.target, options=options, expert_load=self.load)
         self.longest = max(self.longest, time.monotonic() - began)
         self.done.append(Compiled(one, plan))
         self.say(f"  {plan.exit_reason}; {time_text(self.done[-1].seconds)}")
@@ -296,7 +312,7 @@ def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
 
 
 def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in SEARCHED)
+    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in (*SEARCHED, *EXPERT_AXES))
     return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 

@@ -49,6 +49,7 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield from _section("layout", _layout(plan))
     yield from _section("memory of a device", _memory(plan["memory"]))
     yield from _section("communication of a step, each device", _communication(plan["collectives"]))
+    yield from _section("experts", _experts(plan["experts"]))
     yield from _section("pipeline", _pipeline(plan["pipeline"]))
     yield from _section("time of a step", _time(plan))
     yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
@@ -91,7 +92,10 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     batch, length = layout["global_size"], layout["sequence_length"]
     remat = f"remat {layout['remat']}" + (f", zero {layout['zero']}" if layout["mesh"]["fsdp"] > 1 else "")
     size = f"{batch} x {length} tokens" if layout["unit"] == "tokens" else f"{batch} {layout['unit']}"
-    yield Text(f"{count_text(plan['parameters'])} parameters; {size} a step; {remat}")
+    counted = f"{count_text(plan['parameters'])} parameters"
+    if plan["experts"]:
+        counted += f", {count_text(plan['active_parameters'])} active for a token"
+    yield Text(f"{counted}; {size} a step; {remat}")
 
 
 def _machines(hardware: Json) -> str:
@@ -151,6 +155,24 @@ def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
         yield table
 
 
+def _experts(experts: Json) -> Iterator[RenderableType]:
+    """Yields how rows reach experts, what was assumed, and the bytes of all their exchanges in a step."""
+    if not experts:
+        return
+    own = f"{experts['experts']} experts, {experts['chosen']} a token"
+    if not experts["exchange"]:
+        yield Text(f"{own}; each device has the kernels of all, nothing is exchanged")
+        return
+    yield Text(f"{own}, shared out by {experts['parts']} devices; exchanged by {experts['exchange']}")
+    yield Text(f"assumed: {experts['assumption']} (--expert-load)")
+    table = new_table("what", "kind", "axis", ">sent GB", ">in the open", headed=True)
+    for one in experts["exchanged"]:
+        seconds = time_text(one["seconds"]) if one["seconds"] else ""
+        table.add_row(one["what"], one["kind"], one["axis"], f"{one['wire_bytes'] / 1e9:.3g}", seconds)
+    if table.row_count:
+        yield table
+
+
 def _seconds(collectives: Iterable[Json]) -> float:
     return math.fsum(one["step_s"] or 0.0 for one in collectives)
 
@@ -184,6 +206,7 @@ def _time(plan: Json) -> Iterator[RenderableType]:
     known = ", ".join(f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None)
     known = known or "MFU unknown: no peak is published for this dtype"
     unit = plan["layout"]["unit"]
+    known += " (of active parameters)" * bool(plan["experts"])
     yield Text(f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip")
     if time["hidden_s"] or time["uncovered_s"]:
         yield Text(

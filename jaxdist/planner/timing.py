@@ -210,7 +210,7 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
     if loops := sorted({run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
     if any(kernel.role == _EXPERTS for kernel in kernels) or _even_trips(module):
-        yield "experts are counted with an even load"
+        yield EVEN_LOAD
     called = [s for run in runs for s in module.computations[run.computation].values() if _KERNEL in s.text]
     if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
         yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
@@ -267,6 +267,7 @@ def forwards_per_backward(kernels: Sequence[Kernel]) -> float:
 # --- experts --------------------------------------------------------------------------------------
 
 _EXPERTS = "experts"
+EVEN_LOAD = "experts are counted with an even load"  # a note
 # Scopes that the experts' op opens around kernels and loops.
 _SPARE = re.compile(r"\beven_load_rows_x_([\d.]+)/")  # rows of the arrays, relative to those filled
 _EVEN = re.compile(r"\beven_load_trips_(\d+)/")

@@ -34,6 +34,7 @@ from jaxdist.planner import (  # noqa: E402
     rules_of_thumb,
     targets,  # noqa: E402
 )
+from jaxdist.planner.experts import Mixture  # noqa: E402
 from jaxdist.protocols.model_spec import (  # noqa: E402
     ModelSpec,
     describe,  # noqa: E402
@@ -82,6 +83,10 @@ SHARDING |= {name: (*LARGE_LAYOUTS, *EXPERT_LAYOUTS) for name in OF_EXPERTS}
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
 NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)  # files below tests/golden
 
+MIXTURES = {  # billions of parameters, of active ones, experts
+    "mixtral 8x7b": (46.7, 12.9, Mixture(8, 2, 4096, 32, 3 * 8 * 4096 * 14_336, 2)),
+    "qwen3 30b-a3b": (30.5, 3.35, Mixture(128, 8, 2048, 48, 3 * 128 * 2048 * 768, 2)),
+}
 NUM_LAYERS = {"1.3b": 24, "7b": 32, "13b": 40, "65b": 80, "70b": 80, "175b": 96, "405b": 126, "1000b": 128}
 
 
@@ -110,6 +115,19 @@ def rules_text() -> str:
             found = rule(model, target)
             lines += [f"{model} on {target}: {' '.join(found.overrides)}"]
             lines += [f"    {reason}" for reason in found.reasons]
+    for target in ("h100:1x8", "h100:8x8", "v5p:4x4x4"):
+        for model, (billions, active, mixture) in MIXTURES.items():
+            for tokens in (4096, 262_144):
+                found = rules_of_thumb.rule_of_thumb(
+                    billions * 1e9,
+                    targets.parse(target),
+                    mixture.layers,
+                    tokens,
+                    mixture,
+                    active=active * 1e9,
+                )
+                lines += [f"{model}, {tokens} tokens a device, on {target}: {' '.join(found.overrides)}"]
+                lines += [f"    {reason}" for reason in found.reasons]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,218 @@
+"""Experts in a plan: bytes of their exchange, its rounds, layouts that share them out, and bad input."""
+
+import pytest
+
+import jaxdist.plan
+from jaxdist.config import ConfigError, files, schema
+from jaxdist.ops.experts.mixture import SLACK
+from jaxdist.parallel.axes import AXES
+from jaxdist.parallel.mesh import MeshShape
+from jaxdist.planner import communication, experts, layouts, memory, plan, rules_of_thumb, search, targets
+from jaxdist.planner.compiler import CompileOptions
+from jaxdist.telemetry import hlo
+from jaxdist.trainer import cli, run_config
+from support.stored_programs import mesh_shape
+
+QWEN = experts.Mixture(experts=128, chosen=8, width=2048, layers=48, kernels=3 * 128 * 2048 * 768, computed=2)
+TINY = (
+    "model.num_layers=2 model.d_model=64 model.d_ff=64 model.num_heads=4 model.num_kv_heads=2 "
+    "model.head_dim=16 model.vocab_size=128 model.num_experts=8 batch.global_size=8 batch.sequence_length=64 "
+    "mesh.data=1"
+)
+
+
+def run_of(name: str, words: str = "") -> run_config.RunConfig:
+    run = run_config.from_config(files.load(name, folders=files.packaged_folders()))
+    config = schema.to_config_dict(run)
+    pairs = dict(word.split("=", 1) for word in words.split())
+    files.apply_overrides(config, pairs, run_config.full_schema(run.model["target"]))
+    return run_config.from_config(config)
+
+
+# --- bytes and rounds -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [8, 16, 64])
+def test_rounds_send_each_row_five_times(parts):
+    kind, payload = QWEN.exchanged_bytes(parts)
+    assert kind == "all-to-all" and QWEN.exchange(parts) == "rounds"
+    sent = communication.wire_bytes(kind, payload, parts)
+    assert sent == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)  # docs/experts.md, a token
+
+
+def test_few_devices_gather_tokens():
+    kind, payload = QWEN.exchanged_bytes(4)
+    assert kind == "all-gather" and QWEN.exchange(4) == "gather" and QWEN.exchange(1) == ""
+    assert communication.wire_bytes(kind, payload, 4) == pytest.approx(5 * 3 * 2048 * 2)
+    assert QWEN.exchanged_bytes(1)[1] == 0
+
+
+def test_a_skewed_load_takes_more_rounds():
+    assert [experts.rounds(load) for load in (1, 1.25, 1.26, 2.5, 3)] == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_sends_what_the_formula_says(tmp_path):
+    run = run_of("quickstart", f"{TINY} mesh.expert=4")
+    options = CompileOptions(cache=tmp_path)
+    even, skewed = (
+        plan.make_plan(run, targets.parse("cpu:4"), options=options, expert_load=load).to_json()
+        for load in (1, 3)
+    )
+    tokens, mixture = 8 * 64 / 4, experts.Mixture(8, 2, 64, 2, 0, computed=4)
+    sent = mixture.layers * tokens * mixture.exchanged_bytes(4)[1]
+    routers = 3 * mixture.layers * tokens * 2 * SLACK * 4  # weights go along, and their gradient comes back
+    moved = even["experts"]["exchanged"]
+    assert {(one["kind"], one["axis"]) for one in moved} == {("all-to-all", "expert")}
+    assert [one["what"] for one in moved] == ["rows to experts", "rows from experts"]
+    assert sent < sum(one["bytes"] for one in moved) <= sent + routers
+    assert "even load" in even["experts"]["assumption"] and even["experts"]["rounds"] == 1
+    assert skewed["experts"]["rounds"] == 3
+    more = [one["bytes"] for one in skewed["experts"]["exchanged"]]
+    assert more == [3 * one["bytes"] for one in moved]
+    assert even["active_parameters"] < even["parameters"] == skewed["parameters"]
+
+
+def test_loops_of_rounds_go_round_as_often_as_the_load_needs():
+    text = """HloModule m
+
+%body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %s = (s32[], f32[8,16]) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%s), index=1
+  %y = f32[8,16]{1,0} all-to-all(%x), replica_groups=[1,4]<=[4], dimensions={0}, metadata={op_name="jit(step)/even_load_trips_1/while/body/rows_to_experts/all_to_all"}
+  %i = s32[] get-tuple-element(%s), index=0
+  ROOT %t = (s32[], f32[8,16]) tuple(%i, %y)
+}
+
+%condition (s: (s32[], f32[8,16])) -> pred[] {
+  %s = (s32[], f32[8,16]) parameter(0)
+  ROOT %less = pred[] custom-call(%s)
+}
+
+ENTRY %main (p: f32[8,16]) -> f32[8,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[8,16]) tuple(%zero, %p)
+  %loop = (s32[], f32[8,16]) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/even_load_trips_1/while"}
+  ROOT %out = f32[8,16]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+    module, shape = hlo.parse(text), mesh_shape(expert=4)
+    for load, count in ((1, 1), (2, 2), (4, 4)):
+        (one,) = communication.collectives(experts.with_load(module, load), shape)
+        assert (one.what, one.axis, one.count, one.bytes) == ("rows to experts", "expert", count, 8 * 16 * 4)
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def test_an_all_to_all_passes_other_members_of_a_torus():
+    def seconds(target, kind, **sizes):
+        shape = MeshShape({a: sizes.get(a, 1) for a in AXES}, dict.fromkeys(AXES, 1))
+        link, n = targets.parse(target).axis_link(shape, "expert"), sizes["expert"]
+        return link.bytes_per_s * link.seconds(kind, communication.wire_bytes(kind, 1.0, n))
+
+    assert seconds("v5e:16x16", "all-to-all", expert=16, fsdp=16) == pytest.approx(16 / 4)  # n / 4 on a ring
+    assert seconds("v5e:16x16", "all-gather", expert=16, fsdp=16) == pytest.approx(15 / 16)
+    assert seconds("h100:1x8", "all-to-all", expert=8) == pytest.approx(7 / 8)  # a switch
+    assert seconds("v5e:2x2", "all-to-all", expert=2, fsdp=2) == pytest.approx(1 / 2)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def test_layouts_share_out_experts_and_price_it():
+    run, target = run_of("mixtral_8x7b", "batch.global_size=16"), targets.parse("h100:2x8")
+    meshes, illegal, spec = layouts.legal_meshes(run, target)
+    sizes = {shape.sizes["expert"] for _, shape in meshes}
+    assert sizes == {1, 2, 4, 8}
+    assert any("over InfiniBand" in reason for reason in illegal)  # 8 on two nodes, beside tensor
+    kept = [(one, shape) for one, shape in meshes if shape.sizes["expert"] * shape.sizes["fsdp"] == 16]
+    found = {
+        c.shape.sizes["expert"]: c
+        for c in layouts.candidates(run, target, kept, spec)
+        if c.run.remat.policy == "full" and c.run.mesh.zero == 3 and c.run.batch.accumulation == 1
+    }
+    without, most = found[1].estimate, found[8].estimate
+    assert without.exchange == 0 < most.exchange and most.gathers < 0.6 * without.gathers
+    assert found[1].state_bytes == pytest.approx(found[8].state_bytes)  # all is held once
+    assert "mesh.expert=8" in found[8].overrides(run) and "expert 8" in found[8].text
+    skewed = {c.text: c.estimate.exchange for c in layouts.candidates(run, target, kept, spec, expert_load=3)}
+    assert skewed[found[8].text] == pytest.approx(3 * most.exchange)
+
+
+def test_a_dense_model_has_no_layouts_with_expert():
+    meshes, _, _ = layouts.legal_meshes(run_of("quickstart"), targets.parse("h100:1x2"))
+    assert {shape.sizes["expert"] for _, shape in meshes} == {1}
+
+
+def test_layouts_with_and_without_the_axis_are_compared():
+    run, shapes = (
+        run_of("quickstart"),
+        (mesh_shape(fsdp=8), mesh_shape(expert=8), mesh_shape(expert=4, fsdp=2)),
+    )
+    plain, shared, half = (layouts.Candidate(run, shape, None, 0) for shape in shapes)
+    done = [search.Compiled(one, None) for one in (shared, half)]
+    assert search._other_kind([shared, half, plain], done) is plain
+    assert search._other_kind([shared, plain], [*done, search.Compiled(plain, None)]) is None
+    assert search._other_kind([plain, shared], [search.Compiled(plain, None)]) is shared
+
+
+def test_rules_of_thumb_with_experts():
+    few, many = experts.tokens_worth(QWEN) / 4, experts.tokens_worth(QWEN) * 4
+    assert experts.tokens_worth(QWEN) == pytest.approx(2.4 * 128 * 768 / (8 * 1.25))  # n large
+    target = targets.parse("v5p:4x4x4")
+
+    def mesh(tokens):
+        return rules_of_thumb.rule_of_thumb(30e9, target, 48, tokens, QWEN, active=3.3e9)
+
+    assert mesh(many).mesh.expert == 1 and mesh(many).mesh.fsdp == 64
+    found = mesh(few)
+    assert found.mesh.expert > 1 and found.mesh.expert * found.mesh.fsdp == 64
+    assert f"mesh.expert={found.mesh.expert}" in found.overrides and "tokens a device" in found.reasons[-1]
+    node = rules_of_thumb.rule_of_thumb(30e9, targets.parse("h100:2x8"), 48, few, QWEN, active=3.3e9).mesh
+    assert node.expert > 1 and node.expert * node.fsdp * node.data * node.tensor * node.pipeline == 16
+    assert rules_of_thumb.rule_of_thumb(30e9, target, 48, few).mesh.expert == 1
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_state_of_experts_is_the_compilers_arguments():
+    run, target = run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"), targets.parse("cpu:8")
+    _, rules, spec = targets.validate_for(run, target)
+    found = memory.components(run, spec, rules, target)
+    kernels = sum(x.size for x, names in spec.named_parameters().values() if "experts" in names)
+    vectors = sum(
+        x.size for x, _ in spec.named_parameters().values() if len(x.shape) <= 2 and 128 not in x.shape
+    )
+    least = 4 * (spec.parameter_count - vectors) / 8
+    assert kernels > spec.parameter_count / 2 and least <= found["parameters"] <= least + 4 * vectors
+
+
+# --- bad input, through the command ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--config.mesh.expert=8 --config.model.num_experts=6", "experts"),
+        ("--config.model.num_experts=4 --config.model.experts_per_token=8", "experts_per_token"),
+        ("--config.mesh.expert=2", "has no experts"),
+        ("--config.mesh.expert=8 --config.model.num_experts=8 --config.mesh.dcn.expert=2", "mesh.dcn.expert"),
+        ("--expert-load=2", "the model has no experts"),
+    ],
+)
+def test_bad_input_is_refused_as_train_does(words, says, monkeypatch, capsys):
+    arguments = ["--config", "quickstart", "--on", "v5e:2x4", *words.split()]
+    on = ["--on", "v5e:2x4x2"] if "dcn" in words else []
+    monkeypatch.setattr(plan, "compile_run", lambda *_, **__: pytest.fail("nothing is to be compiled"))
+    code = cli.exit_code(lambda: jaxdist.plan.main([*arguments, *on]))
+    said = capsys.readouterr().err.strip().splitlines()
+    assert code == 78
+    assert any(says in line for line in said)
+
+
+def test_a_load_below_the_mean_is_refused():
+    with pytest.raises(ConfigError, match="at least 1"):
+        jaxdist.plan.main(["--config", "quickstart", "--expert-load=0.5"])
