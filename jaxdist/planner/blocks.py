@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxdist.ops.experts.mixture import CALL as EXPERTS_CALL
 from jaxdist.parallel import execution, remat
+from jaxdist.parallel.axes import EXPERT_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
@@ -87,12 +88,16 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
     if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
         # cuDNN's have no name by which they could be moved: they are computed again.
         kept = [(name, size) for name, size in kept if name != remat.RESIDUALS]
+    call = _expert_call(forward)
+    if call and any(name == remat.EXPERT_PRODUCTS for name, _ in kept):
+        kept = [(name, size) for name, size in kept if name != remat.EXPERT_PRODUCTS]
+        kept.append((remat.EXPERT_PRODUCTS, _expert_products(run, rules, call, length, platform)))
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
     again = (Counter(needed) - Counter(size for _, size in kept)).elements()
     heads = (d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n)
     working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
-    logsumexps, call = length * next(heads, 0), _expert_call(forward)
+    logsumexps = length * next(heads, 0)
     return Block(length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call)
 
 
@@ -106,6 +111,16 @@ def _expert_call(jaxpr) -> ExpertCall | None:
             E, D, F = kernels[0]
             return ExpertCall(E, ids[-1], D, F, len(kernels) - 1)
     return None
+
+
+def _expert_products(run, rules: Rules, call: ExpertCall, tokens: int, platform: str) -> int:
+    """Returns the bytes that a policy keeps for the experts' backward pass: order, and CPUs' products.
+
+    The trace is one of a CPU that has all experts.
+    """
+    rows, itemsize = tokens * call.chosen, jnp.dtype(run.precision.compute).itemsize
+    local = platform == "cpu" and rules.shape.sizes[EXPERT_AXES[0]] == 1
+    return rows * (2 * 4 + local * call.inputs * call.hidden * itemsize)
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
