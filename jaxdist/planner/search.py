@@ -156,11 +156,7 @@ def search(
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
     compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say, expert_load)
     stopped = compiler.compile_best(fitting, finalists)
-    tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
-    depth = max(spec.depth, rules_of_thumb.MIN_LAYERS)
-    mixture = experts.mixture_of(run, spec)
-    size = build.active_parameters(run, spec)
-    rule = rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens, mixture, active=size)
+    rule = _rule_of_thumb(run, target, spec)
     ruled = [one for one in fitting if _follows_rule(one, rule)]
     if ruled and compiler.has_time() and not any(_follows_rule(one.layout, rule) for one in compiler.done):
         compiler.compile(ruled[0])
@@ -178,6 +174,13 @@ def search(
         "cpu_seconds": _cpu_seconds() - cpu,
     }
     return Ranking(run, target, ranked, others[: 2 * finalists], summary)
+
+
+def _rule_of_thumb(run: RunConfig, target: Target, spec: ModelSpec) -> rules_of_thumb.Suggestion:
+    tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
+    depth, mixture = max(spec.depth, rules_of_thumb.MIN_LAYERS), experts.mixture_of(run, spec)
+    active = build.active_parameters(run, spec)
+    return rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens, mixture, active=active)
 
 
 def _other_kind(fitting: Sequence[Candidate], done: Sequence[Compiled]) -> Candidate | None:

@@ -1,5 +1,7 @@
 """Experts in a plan: bytes of their exchange, its rounds, layouts that share them out, and bad input."""
 
+from importlib.util import find_spec
+
 import pytest
 
 import jaxdist.plan
@@ -216,3 +218,21 @@ def test_bad_input_is_refused_as_train_does(words, says, monkeypatch, capsys):
 def test_a_load_below_the_mean_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
         jaxdist.plan.main(["--config", "quickstart", "--expert-load=0.5"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
+    words = (
+        "model.num_layers=2 model.d_model=256 model.d_ff=256 model.num_heads=2 model.num_kv_heads=1 "
+        "model.head_dim=128 model.vocab_size=512 model.num_experts=4 batch.global_size=8 "
+        "batch.sequence_length=128 precision.compute=bfloat16 optimizer.name=adamw"
+    )
+    run, target = run_of("quickstart", words), targets.parse("v5e:2x2")
+    found = search.search(run, target, finalists=2, options=CompileOptions(cache=tmp_path))
+    seconds = {True: [], False: []}
+    for one in found.compiled:
+        seconds[experts.AXIS in one.layout.axes].append(one.seconds)
+    assert found.winner and seconds[True] and seconds[False]
+    assert found.compiled[0].seconds <= (1 + search.TIE) * min(seconds[False])
+    assert found.winner.to_json()["experts"]["experts"] == 4
