@@ -17,7 +17,7 @@ from jaxdist.ops.experts.mixture import SLACK, choose_exchange
 from jaxdist.parallel.axes import AXES, EXPERT_AXES, REST_AXIS, divisors
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
-from jaxdist.planner.blocks import ExpertCall
+from jaxdist.planner.blocks import LANES, ExpertCall
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
@@ -85,9 +85,7 @@ class Moment(NamedTuple):
     rows: int  # of tokens, here and in the exchange
 
 
-def moments(
-    call: ExpertCall, tokens: int, parts: int, computed: int, *, transposed: bool
-) -> Iterator[Moment]:
+def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platform: str) -> Iterator[Moment]:
     """Yields the moments of which one is a layer's peak, with a load that fills no more than a round.
 
     Kernels are gathered, hidden rows computed again, and gradients made one kernel after another; where
@@ -97,8 +95,6 @@ def moments(
       tokens: of a device.
       parts: devices that share the experts out.
       computed: bytes of a row's element.
-      transposed: the down kernels are gathered and reduced in another order of dims than they are used in
-        (TPU), which makes copies.
     """
     D, F, kind = call.width, call.hidden, choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else ""
     kernel = call.experts // parts * D * F
@@ -108,16 +104,16 @@ def moments(
         rows = int(SLACK * rows)
         group = tokens * (parts if kind == "gather" else 1)  # tokens whose x and gradients are there
         totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
-    wide, hidden = 2 * rows * D * computed, rows * F * computed  # x and its gradient; one hidden array
-    copy = kernel if transposed else 0
-    yield Moment(gathered + computed * copy, totals, fixed + wide + call.inputs * hidden)
-    yield Moment(gathered, totals, fixed + wide + (call.inputs + 2) * hidden)
+    fixed += 2 * rows * D * computed  # rows of x and of its gradient
+    hidden = (call.inputs + 1) * rows * F * computed  # the products' gradients, and the weighted hidden rows
+    # A TPU's kernel puts them in the place of what they are made of; weights' gradients fill its lanes.
+    more = 4 * LANES * rows if platform == "tpu" else rows * F * computed
+    yield Moment(gathered, totals, fixed + hidden + more)
     # In a loop of rounds kernels stay to its end; else they are free when their rows are done.
-    left = gathered if kind else 0
-    back = wide + wide // 2 + 4 * call.chosen * tokens * D  # gradients of rows, and of tokens by choice
-    yield Moment(left, totals, fixed + back + (call.inputs + 1) * hidden)
-    made = 0 if kind else 4 * (kernel + copy)
-    yield Moment(left, totals + made, fixed + wide + (call.inputs + 1) * hidden)
+    left, made = (gathered, 0) if kind else (0, 4 * kernel)
+    back = rows * D * computed + 4 * call.chosen * tokens * D  # gradients of rows, and of tokens by choice
+    yield Moment(left, totals, fixed + hidden + back)
+    yield Moment(left, totals + made, fixed + hidden)
 
 
 def rounds(load: float) -> int:

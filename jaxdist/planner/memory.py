@@ -170,26 +170,8 @@ class _Step:
     def _in_experts(self) -> Iterator[experts.Moment]:
         """Yields what the experts' backward passes hold."""
         assert self.block.experts is not None
-        parts, transposed = self.rules.shape.sizes[experts.AXIS], self._narrow_state() > 0
-        compute = self.compute
-        return experts.moments(self.block.experts, self.tokens, parts, compute, transposed=transposed)
-
-    def _narrow_state(self) -> int:
-        """Returns the bytes by which rows of experts' kernels and their state are padded in copies on TPU.
-
-        Where a shard's rows are half as wide as the lanes, libtpu copies it into the order of dims of its
-        gradient before the layers' loops; narrower ones it leaves, and wider ones are in that order.
-        """
-        if self.platform != "tpu" or self.rules.zero < 3:
-            return 0
-        share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
-        shards = [
-            self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)
-            for x, names in self.parameters.values()
-            if "experts" in names
-        ]
-        narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
-        return int(sum(narrow) * (self.stored + share))
+        parts = self.rules.shape.sizes[experts.AXIS]
+        return experts.moments(self.block.experts, self.tokens, parts, self.compute, platform=self.platform)
 
     def _in_layers(self) -> Components:
         """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""
@@ -216,7 +198,6 @@ class _Step:
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
         sizes["weights as computed"] = self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
-        sizes["state, padded"] = self._narrow_state()
         return sizes
 
     def _kept(self) -> Components:

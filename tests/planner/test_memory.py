@@ -181,11 +181,6 @@ SEQUENCE_PARALLEL = {
     "remat.policy": "save:query,key,value,attention_projection,mlp_gate,mlp_up",
     **{f"model.{name}": size for name, size in WIDE_64B.items()},
 }
-MIXTRAL = {  # 8x7B, in the batch of llama3_8b
-    f"model.{name}": size
-    for name, size in {"vocab_size": 32_000, "num_experts": 8, "experts_per_token": 2}.items()
-}
-PIPELINE = {"mesh.pipeline": 4, "pipeline.microbatches": 8, "batch.global_size": 128}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -212,12 +207,6 @@ PEAKS = [
     ("gpt2_124m", "v5e:2x4", {"lora.rank": 16}, 19_423_989_596),
     ("llama3_70b", "h100:8x8", {"batch.accumulation": 8}, 42_587_062_716),
     ("llama3_70b", "h100:8x8", {"mesh.fsdp": 8, "mesh.tensor": 8, "batch.accumulation": 8}, 116_784_826_808),
-    # With experts, 2026-11-23.
-    ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 64}, 24_727_726_336),
-    ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 8, "mesh.expert": 8}, 20_261_421_312),
-    ("mixtral_8x7b", "v5p:4x4x4", PIPELINE | {"mesh.fsdp": 2, "mesh.expert": 8}, 21_355_572_992),
-    ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 64}, 17_032_133_920),
-    ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 8, "mesh.expert": 8}, 17_979_455_776),
 ]
 
 
