@@ -61,18 +61,20 @@ class Mixture:
 
 def mixture_of(run: RunConfig, spec: ModelSpec) -> Mixture | None:
     """Returns the experts of a run's model; None of a dense one."""
-    named = {path: v for path, v in spec.named_parameters().items() if "experts" in v[1]}
-    if not named:
+    named = spec.named_parameters().items()
+    kernels = {path: v for path, v in named if {"experts", "d_model", "d_ff"} <= set(v[1])}  # no adapters
+    if not kernels:
         return None
-    x, names = next(iter(named.values()))
+    x, names = next(iter(kernels.values()))
     dims = dict(zip(names[::-1], x.shape[::-1], strict=False))  # stack dims have no name
-    layers = max(spec.depth, 1)
+    stacked = sum(math.prod(x.shape[: -len(names)]) for x, names in kernels.values())
+    layers = stacked // len({path.rpartition("/")[2] for path in kernels})
     return Mixture(
         experts=dims["experts"],
         chosen=run.model.get("experts_per_token") or 1,
-        width=dims.get("d_model", 0),
+        width=dims["d_model"],
         layers=layers,
-        kernels=sum(math.prod(x.shape) for x, _ in named.values()) // layers,
+        kernels=sum(math.prod(x.shape) for x, _ in kernels.values()) // layers,
         computed=jnp.dtype(run.precision.compute).itemsize,
     )
 
@@ -110,10 +112,10 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
     more = 4 * LANES * rows if platform == "tpu" else rows * F * computed
     yield Moment(gathered, totals, fixed + hidden + more)
     # In a loop of rounds kernels stay to its end; else they are free when their rows are done.
-    left, made = (gathered, 0) if kind else (0, 4 * kernel)
+    left, made = (gathered, 0) if kind else (0, 2 * 4 * kernel)  # one while another is summed over devices
     back = rows * D * computed + 4 * call.chosen * tokens * D  # gradients of rows, and of tokens by choice
     yield Moment(left, totals, fixed + hidden + back)
-    yield Moment(left, totals + made, fixed + hidden)
+    yield Moment(left, totals + made, fixed + hidden - rows * F * computed)
 
 
 def rounds(load: float) -> int:
@@ -161,7 +163,7 @@ def describe(
     for one in collectives:
         if one.what in (TO, FROM):
             moved[one.kind, one.axis, one.what].append(one)
-    assumed = EVEN if load <= SLACK else f"the fullest pair of devices has {load:g} x the mean rows"
+    assumed = EVEN if load <= 1 else f"the fullest pair of devices has {load:g} x the mean rows"
     times_text = f"{times} round{'s' * (times > 1)} of {SLACK:g} x the even share"
     return {
         "experts": mixture.experts,

@@ -173,6 +173,23 @@ class _Step:
         parts = self.rules.shape.sizes[experts.AXIS]
         return experts.moments(self.block.experts, self.tokens, parts, self.compute, platform=self.platform)
 
+    def _narrow_state(self) -> int:
+        """Returns the bytes by which experts' kernels and their state are padded in copies on TPU.
+
+        Where a shard's rows are half as wide as the lanes, libtpu lays it out by columns, and the layers'
+        gradients by rows; it copies the state before their loop. Narrower ones it leaves as they are.
+        """
+        if self.platform != "tpu" or self.rules.zero < 3:
+            return 0
+        share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
+        shards = [
+            self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)
+            for x, names in self.parameters.values()
+            if "experts" in names
+        ]
+        narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
+        return int(sum(narrow) * (self.stored + share))
+
     def _in_layers(self) -> Components:
         """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""
         sizes = self._around_backward() | {"working set": 0}
@@ -198,6 +215,7 @@ class _Step:
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
         sizes["weights as computed"] = self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
+        sizes["state, padded"] = self._narrow_state()
         return sizes
 
     def _kept(self) -> Components:

@@ -181,6 +181,10 @@ SEQUENCE_PARALLEL = {
     "remat.policy": "save:query,key,value,attention_projection,mlp_gate,mlp_up",
     **{f"model.{name}": size for name, size in WIDE_64B.items()},
 }
+MIXTRAL = {  # 8x7B, in the batch of llama3_8b
+    f"model.{name}": size
+    for name, size in {"vocab_size": 32_000, "num_experts": 8, "experts_per_token": 2}.items()
+}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -207,6 +211,9 @@ PEAKS = [
     ("gpt2_124m", "v5e:2x4", {"lora.rank": 16}, 19_423_989_596),
     ("llama3_70b", "h100:8x8", {"batch.accumulation": 8}, 42_587_062_716),
     ("llama3_70b", "h100:8x8", {"mesh.fsdp": 8, "mesh.tensor": 8, "batch.accumulation": 8}, 116_784_826_808),
+    # With experts, 2026-11-23.
+    ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 64}, 24_249_559_360),
+    ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 8, "mesh.expert": 8}, 20_013_830_464),
 ]
 
 
