@@ -126,7 +126,7 @@ def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if mask is not None and options.window is not None:
         place = jnp.arange(q.shape[1])
-        mask, window = mask & (place[:, None] - place < options.window)[None, None], None
+        mask, window = mask & (place[:, None] - place[None, :] < options.window)[None, None], None
     return jax.nn.dot_product_attention(
         q,
         k,
