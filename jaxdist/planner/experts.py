@@ -101,10 +101,10 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
     D, F, kind = call.width, call.hidden, choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else ""
     kernel = call.experts // parts * D * F
     gathered, totals = computed * (call.inputs + 1) * kernel, 0
-    rows, fixed = tokens * call.chosen, 0
+    rows, group, fixed = tokens * call.chosen, tokens, 0
     if kind:
-        rows = int(SLACK * rows)
-        group = tokens * (parts if kind == "gather" else 1)  # tokens whose x and gradients are there
+        rows = int(SLACK * rows) if kind == "rounds" else rows
+        group *= parts if kind == "gather" else 1  # tokens whose x and gradients are there
         totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
     fixed += 2 * rows * D * computed  # rows of x and of its gradient
     hidden = (call.inputs + 1) * rows * F * computed  # the products' gradients, and the weighted hidden rows
@@ -113,8 +113,12 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
     yield Moment(gathered, totals, fixed + hidden + more)
     # In a loop of rounds kernels stay to its end; else they are free when their rows are done.
     left, made = (gathered, 0) if kind else (0, 2 * 4 * kernel)  # one while another is summed over devices
-    back = rows * D * computed + 4 * call.chosen * tokens * D  # gradients of rows, and of tokens by choice
-    yield Moment(left, totals, fixed + hidden + back)
+    yield Moment(
+        left, totals, fixed + hidden + call.inputs * rows * D * computed
+    )  # gradients of x, by product
+    # Of each token a row by choice; where none are exchanged in float32, beside those they are taken from.
+    choices = call.chosen * group * D * (computed if kind else computed + 4)
+    yield Moment(left, totals, fixed + hidden + choices)
     yield Moment(left, totals + made, fixed + hidden - rows * F * computed)
 
 
