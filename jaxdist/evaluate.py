@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
     options = cli.run_options(flags)
-    if flags.stride is not None:  # before weights are read
+    if flags.stride is not None and not flags.tasks:  # before weights are read
         stored = workdir.read_config(flags.workdir, named=flags.target, trust_code=flags.trust_code)
         held_out_set.check_stride(stored, flags.stride)
     run = trained_run.load_run(**options)
@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any]
     chosen: dict[str, Any]
     if harness:
-        chosen = {"folder": flags.tasks_folder, "limit": flags.limit, "longest": flags.max_length}
+        chosen = {"folder": flags.tasks_folder, "limit": flags.limit}
+        chosen |= {"longest": flags.max_length, "stride": flags.stride}
         metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **chosen)
         results, text = {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
     else:
@@ -61,8 +62,8 @@ def _check(flags: argparse.Namespace) -> None:
         faults.append("--data is scored as a whole; leave out --tasks and --validation-tokens")
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
-    if flags.stride is not None and (flags.tasks or flags.data):
-        faults.append("--stride is for the run's held-out documents; leave out --tasks and --data")
+    if flags.stride is not None and flags.data:
+        faults.append("--stride is for documents of tokens, and --data are arrays; leave out one")
     if faults:
         raise ConfigError(faults)
 
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add("--validation-tokens", type=int, help="targets to score, 0 = all (default: data.validation_tokens)")
-    add("--stride", type=int, metavar="N", help="each document by itself, in windows that move by N tokens")
+    add("--stride", type=int, metavar="N", help="documents by themselves, in windows that move by N tokens")
     add("--data", metavar="FILE.npz", help="arrays to score (numpy.savez), which a run of jaxdist.fit needs")
     add("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
     add("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")

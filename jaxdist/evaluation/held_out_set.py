@@ -51,7 +51,10 @@ def check_stride(config: RunConfig, stride: int, data: Mapping[str, Any] | None 
             f"stride={stride}: windows slide over documents of tokens, and "
             f"{'arrays' if data is not None else f'data.source={config.data.source}'} have none; leave it out"
         )
-    if not 1 <= stride <= config.batch.sequence_length:
-        raise ConfigError(
-            f"stride={stride}: required 1 to {config.batch.sequence_length}, the run's batch.sequence_length"
-        )
+    check_range(stride, config.batch.sequence_length, "the run's batch.sequence_length")
+
+
+def check_range(stride: int | None, longest: int, meaning: str) -> None:
+    """Raises ConfigError if windows of `longest` tokens, `meaning`, cannot move by so many."""
+    if stride is not None and not 1 <= stride <= longest:
+        raise ConfigError(f"stride={stride}: required 1 to {longest}, {meaning}")

@@ -14,6 +14,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from jaxdist.config import ConfigError, suggest
+from jaxdist.evaluation.held_out_set import check_range
 from jaxdist.evaluation.trained_run import TrainedRun, Watch
 from jaxdist.inference.decoding import SamplingConfig
 
@@ -24,20 +25,28 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class RunModel(LM):
     """What lm_eval asks of a model. All processes of a group make the same calls."""
 
-    def __init__(self, run: TrainedRun, *, longest: int | None = None, watch: Watch | None = None):
+    def __init__(
+        self,
+        run: TrainedRun,
+        *,
+        longest: int | None = None,
+        stride: int | None = None,
+        watch: Watch | None = None,
+    ):
         super().__init__()
-        self._run, self._longest, self._watch = run, longest, watch
+        self._run, self._longest, self._stride, self._watch = run, longest, stride, watch
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (nats, whether greedy decoding gives it) of each continuation after its context."""
         return [(score.log_probability, score.greedy) for score in self._scores(r.args for r in requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Returns the nats of each whole text."""
-        return [score.log_probability for score in self._scores(("", *r.args) for r in requests)]
+        """Returns the nats of each whole text: in lm_eval's own windows, or in those of the stride."""
+        scores = self._scores((("", *r.args) for r in requests), stride=self._stride)
+        return [score.log_probability for score in scores]
 
-    def _scores(self, pairs):
-        return self._run.score(list(pairs), longest=self._longest, watch=self._watch)
+    def _scores(self, pairs, **options):
+        return self._run.score(list(pairs), longest=self._longest, watch=self._watch, **options)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Returns each context's continuation; requests with equal settings go together."""
@@ -71,6 +80,7 @@ def evaluate_tasks(
     folder: Path | None = None,
     limit: int | None = None,
     longest: int | None = None,
+    stride: int | None = None,
     watch: Watch | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns `{task: {metric: value}}` as lm_eval computes them.
@@ -80,10 +90,12 @@ def evaluate_tasks(
         shipped. Names found there need no network; others are lm_eval's own, which it downloads.
       limit: documents of each task at most.
       longest: see `TrainedRun.score`.
+      stride: of the windows that whole texts (loglikelihood_rolling) are scored in; see there.
 
     Raises:
-      ConfigError: no such folder or task.
+      ConfigError: no such folder or task, or a stride beyond `longest`.
     """
+    check_range(stride, longest or run.longest, "tokens read at once")
     folder = (folder or SHIPPED).resolve()
     if not folder.is_dir():
         raise ConfigError(f"--tasks-folder {folder}: no such folder; give one with task .yaml files")
@@ -96,7 +108,7 @@ def evaluate_tasks(
         raise ConfigError([f"--tasks {name}: no such task.{suggest(name, known)}" for name in unknown])
     with contextlib.chdir(folder):  # where a task's data_files are looked for
         evaluated = simple_evaluate(
-            RunModel(run, longest=longest, watch=watch),
+            RunModel(run, longest=longest, stride=stride, watch=watch),
             tasks=list(tasks),
             limit=limit,
             task_manager=manager,

@@ -340,7 +340,12 @@ class TrainedRun:
         return whole[len(before) :] if whole.startswith(before) else self._decode(new[:0], new)
 
     def score(
-        self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None, watch: Watch | None = None
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        longest: int | None = None,
+        stride: int | None = None,
+        watch: Watch | None = None,
     ) -> list[TextScore]:
         """Returns how probable each pair's second text is after its first, which may be empty.
 
@@ -350,13 +355,15 @@ class TrainedRun:
 
         Args:
           longest: tokens that the model reads at once; default: `longest`.
+          stride: see `jaxdist.inference.scoring.windows`.
           watch: told of every batch.
 
         Raises:
-          ConfigError: the model has no decode method.
+          ConfigError: the model has no decode method, or a stride beyond 1 to `longest`.
         """
         longest = longest or self.longest
-        cut = [windows(*self._encode_pair(*pair), longest) for pair in pairs]
+        held_out_set.check_range(stride, longest, "tokens read at once")
+        cut = [windows(*self._encode_pair(*pair), longest, stride) for pair in pairs]
         flat = list(itertools.chain(*cut))
         scores = iter(self._score(self.state.model_arrays, flat, longest=longest, watch=watch))
         texts = []

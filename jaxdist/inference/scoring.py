@@ -43,19 +43,25 @@ class Score(NamedTuple):
 Scorer = Callable[..., list[Score]]
 
 
-def windows(context: np.ndarray, continuation: np.ndarray, longest: int) -> list[ScoreWindow]:
+def windows(
+    context: np.ndarray, continuation: np.ndarray, longest: int, stride: int | None = None
+) -> list[ScoreWindow]:
     """Returns windows of at most `longest` inputs that score each token of `continuation` once.
 
     Each is as long as the text allows, so a token is given as much as can be of what is before it:
     what does not fit is cut off on the left. `context` has at least one token.
+
+    Args:
+      stride: windows begin at multiples of it, and all but the first score at most so many tokens: those of
+        `jaxdist.data.sliding`, where `context` is one token. Default: as many as a window holds.
     """
     tokens, windows = np.concatenate([context, continuation]).astype(np.int32), []
-    first = len(context)
+    first, most = len(context), longest
     while first < len(tokens):
-        end = min(first + longest, len(tokens))
-        begin = max(0, end - 1 - longest)
+        end, move = min(first + most, len(tokens)), stride or 1
+        begin = -(-max(0, end - 1 - longest) // move) * move
         windows.append(ScoreWindow(tokens[begin:end], first - begin))
-        first = end
+        first, most = end, stride or longest
     return windows
 
 

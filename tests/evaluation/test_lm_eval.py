@@ -101,6 +101,14 @@ def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
         -sum(less) / math.log(2) / sum(len(row["text"]) for row in rows), rel=1e-5
     )
     assert sum(less) != pytest.approx(sum(nats), rel=1e-3)
+    code, out, _ = command(evaluate.main, *flags, "--json", "--max-length", 8, "--stride", 3)
+    more = [here.score([("", row["text"])], longest=8, stride=3)[0].log_probability for row in rows]
+    assert json.loads(out)["tasks"]["mine"]["bits_per_byte,none"] == pytest.approx(
+        -sum(more) / math.log(2) / sum(len(row["text"]) for row in rows), rel=1e-5
+    )
+    assert sum(more) != pytest.approx(sum(less), rel=1e-4)  # ten times what is allowed above
+    with pytest.raises(ConfigError, match="stride=9: required 1 to 8, tokens read at once"):
+        command(evaluate.main, *flags, "--max-length", 8, "--stride", 9)
     with pytest.raises(ConfigError, match="no such task"):
         command(evaluate.main, *flags[:2], "--tasks", "python_linez,mine", "--limit", 1)
     with pytest.raises(ConfigError, match="no such folder"):

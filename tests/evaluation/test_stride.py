@@ -12,9 +12,10 @@ from jaxdist import evaluate
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import trained_run
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import cli
-from support.inference import alone_fixture, command_fixture, here_fixture, trained_fixture  # noqa: F401  pytest finds them here
+from jaxdist.trainer import cli, trainer
+from support.inference import alone_fixture, command_fixture, here_fixture, tiny_config, trained_fixture  # noqa: F401  pytest finds them here
 
+WORDS = "the cat sat on a mat while two dogs ran past old trees".split()
 LENGTH_S = 32
 SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)  # tokens of documents
 
@@ -22,9 +23,8 @@ SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201) 
 @pytest.fixture(scope="module", name="documents")
 def documents_fixture(tmp_path_factory):
     """Returns a file of documents and their bytes; one has none."""
-    words = "the cat sat on a mat while two dogs ran past old trees".split()
-    order = np.random.default_rng(3).integers(len(words), size=500)
-    text, begin, texts = " ".join(words[i] for i in order), 0, [""]
+    order = np.random.default_rng(3).integers(len(WORDS), size=500)
+    text, begin, texts = " ".join(WORDS[i] for i in order), 0, [""]
     for size in SIZES:
         texts.append(text[begin : begin + size])
         begin += size
@@ -41,18 +41,18 @@ def on(run, file, **options):
     return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 
-@pytest.fixture(scope="module", name="scores")
-def scores_fixture(alone):
+def scorer(run):
     """Returns a function: each token's log-probability, by a row of its own that has its exact context."""
-    arrays = jax.device_get((alone.state.trainable, alone.state.model_state))
-    forward = jax.jit(lambda arrays, batch: alone.spec.assemble(*arrays).forward(batch))
+    arrays = jax.device_get((run.state.trainable, run.state.model_state))
+    forward = jax.jit(lambda arrays, batch: run.spec.assemble(*arrays).forward(batch))
 
-    def scores(documents, stride: int) -> np.ndarray:
+    def scores(documents, stride: int, known: list[int] | None = None) -> np.ndarray:
+        """Returns [scored]; the first `known` tokens of each document, default 1, are not scored."""
         pairs = []
-        for tokens in documents:
-            for place in range(1, len(tokens)):
-                first = stride * max(0, -(-(place - LENGTH_S) // stride))
-                pairs.append((tokens[first:place], tokens[place]))
+        for tokens, first in zip(documents, known or [1] * len(documents), strict=True):
+            for place in range(first, len(tokens)):
+                begin = stride * max(0, -(-(place - LENGTH_S) // stride))
+                pairs.append((tokens[begin:place], tokens[place]))
         inputs = np.zeros((512, LENGTH_S), np.int32)
         for row, (before, _) in enumerate(pairs):
             inputs[row, : len(before)] = before
@@ -63,6 +63,11 @@ def scores_fixture(alone):
         return targets - np.log(np.exp(last).sum(-1))
 
     return scores
+
+
+@pytest.fixture(scope="module", name="scores")
+def scores_fixture(alone):
+    return scorer(alone)
 
 
 @pytest.mark.parametrize("packing", ["window", "documents"])
@@ -80,7 +85,7 @@ def test_each_token_is_scored_after_its_own_window(here, alone, scores, document
             assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
             assert found.documents == len(SIZES) - 1  # without that of one token, and that of none
             assert found.windows == sum(1 + -(-max(size - 1 - LENGTH_S, 0) // stride) for size in SIZES[1:])
-    assert np.ptp(losses) > 1e-4  # the stride is seen: ten times what is allowed above
+    assert np.ptp(losses) > 1e-4  # the stride is seen: twice what is allowed above
 
 
 def test_a_split_sequence_and_few_targets(trained, alone, documents):
@@ -106,7 +111,7 @@ def test_the_command_scores_by_a_stride(trained, here, command):
     [
         (("--stride", 0), "--stride=0: must be >= 1"),
         (("--stride", 33), "stride=33: required 1 to 32, the run's batch.sequence_length"),
-        (("--stride", 4, "--tasks", "python_lines"), "leave out --tasks and --data"),
+        (("--stride", 4, "--data", "x.npz"), "--data are arrays; leave out one"),
     ],
 )
 def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
@@ -116,6 +121,60 @@ def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
     assert line.startswith("error: ") and fault in line
 
 
+def test_texts_are_scored_in_the_same_windows(alone, scores, documents):
+    texts = [text for text in documents[1] if len(text) > LENGTH_S]
+    begun = [np.append(ord("\n"), text) for text in texts]  # a text without context follows a newline
+    pairs = [("", bytes(text.tolist()).decode()) for text in texts]
+    for stride in (1, 7, LENGTH_S):
+        found = alone.score(pairs, stride=stride)
+        assert sum(score.tokens for score in found) == sum(map(len, texts))
+        total = math.fsum(score.log_probability for score in found)
+        assert total == pytest.approx(math.fsum(scores(begun, stride)), rel=1e-5)
+    with pytest.raises(ConfigError, match="stride=33: required 1 to 32, tokens read at once"):
+        alone.score(pairs, stride=33)
+
+
 def test_arrays_have_no_documents(alone):
     with pytest.raises(ConfigError, match="stride=4: windows slide over documents of tokens, and arrays"):
         alone.evaluate({"x": np.zeros((8, 2))}, stride=4)
+
+
+@pytest.mark.slow
+def test_long_chats_of_a_model_with_experts(tmp_path):
+    """Prompts are read and not scored; experts, which padding must not reach, are shared out."""
+    order = np.random.default_rng(5)
+
+    def some(size: int) -> str:
+        return " ".join(WORDS[i] for i in order.integers(len(WORDS), size=size))
+
+    rows = [(some(9), some(7)) for _ in range(12)]
+    chats = [{"prompt": before, "completion": f" {after}"} for before, after in rows]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    config = tiny_config(tmp_path)
+    model = {"num_experts": 4, "experts_per_token": 2, "expert_d_ff": 16, "capacity_factor": 1.0}
+    options = {"source": "jsonl", "format": "chat", "packing": "documents", "validation_path": str(file)}
+    data = dataclasses.replace(config.data, path=str(file), **options)
+    batch = dataclasses.replace(config.batch, sequence_length=64, accumulation=1)  # some learned in 64
+    config = dataclasses.replace(config, data=data, batch=batch, model={**config.model, **model})
+    trainer.run(config, tmp_path / "work")
+    folder = tmp_path / "work"
+    runs = [trained_run.load_run(folder, devices=jax.devices()[:1])]
+    for axes in (
+        {"fsdp": 2, "expert": 4},
+        {"fsdp": 2, "expert": 2, "context": 2},
+        {"tensor": 2, "expert": 4},
+    ):
+        runs.append(trained_run.load_run(folder, mesh=MeshConfig(data=1, **axes)))
+    batch = dataclasses.replace(runs[0].config.batch, sequence_length=LENGTH_S)
+    short = [dataclasses.replace(run, config=dataclasses.replace(run.config, batch=batch)) for run in runs]
+    texts = [np.frombuffer((a + f" {b}").encode(), np.uint8).astype(np.int32) for a, b in rows]
+    known = [len(before) for before, _ in rows]
+    count = sum(len(text) for text in texts) - sum(known)
+    scores = scorer(runs[0])
+    for stride in (5, LENGTH_S):
+        expected = -math.fsum(scores(texts, stride, known)) / count
+        for run in short:
+            found = run.evaluate(stride=stride)
+            assert (found.tokens, found.documents, found.bits_per_byte) == (count, len(rows), None)
+            assert found.loss == pytest.approx(expected, rel=1e-5)
