@@ -6,7 +6,16 @@ tensors <-> its parameters.
 """
 
 from jaxdist.interop.families import FAMILIES
-from jaxdist.interop.hf_config import TRAINING, canonical_values, derive, different, fields_of, read_config
+from jaxdist.interop.hf_config import (
+    POSITIONS,
+    TRAINING,
+    canonical_values,
+    derive,
+    different,
+    fields_of,
+    read_config,
+    settled,
+)
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.interop.hf_writer import (
     KEPT,
@@ -18,7 +27,7 @@ from jaxdist.interop.hf_writer import (
 )
 
 __all__ = [
-    "FAMILIES", "KEPT", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
+    "FAMILIES", "KEPT", "POSITIONS", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
     "copy_small_files", "derive", "different", "export", "fields_of", "open_weights", "read_config",
-    "canonical_values", "write_chat_files",
+    "settled",     "canonical_values", "write_chat_files",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from jaxdist.models.transformer import TransformerConfig
 
 Values = Mapping[str, Any]  # fields of TransformerConfig
-REQUIRED = object()
+REQUIRED: Any = object()
 _MOST_LAYERS = 100_000
 
 
@@ -207,7 +207,7 @@ def gemma_scales() -> Rule:
 
 # --- layers ---------------------------------------------------------------------------------------
 
-_KINDS = {"full_attention": "global", "sliding_attention": "local"}
+KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -243,10 +243,10 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         names = source.take("layer_types", None)
         if names is None:
             return computed
-        if not isinstance(names, list) or len(names) != depth or not set(map(str, names)) <= set(_KINDS):
-            why = f"required one of {', '.join(_KINDS)} for each of {depth} layers"
+        if not isinstance(names, list) or len(names) != depth or not set(map(str, names)) <= set(KINDS):
+            why = f"required one of {', '.join(KINDS)} for each of {depth} layers"
             return source.refuse("layer_types", names, why, computed)
-        return [_KINDS[name] for name in names]
+        return [KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         size, of_layers = source.take("sliding_window", window), kinds(source, values["num_layers"])
@@ -292,83 +292,3 @@ def switched_window(window: int) -> Rule:
         return {"use_sliding_window": pattern == {"local"}, "sliding_window": size or None}
 
     return Rule(read, write)
-
-
-# --- rotary positions -----------------------------------------------------------------------------
-
-_SCALINGS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"rope_factor": "factor"},
-    "llama3": {
-        "rope_factor": "factor", "rope_low_factor": "low_freq_factor", "rope_high_factor": "high_freq_factor",
-        "rope_original_positions": "original_max_position_embeddings",
-    },
-}  # fmt: skip
-
-
-def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
-    """Returns the rule of one rotary base for all layers; `partial`: a share of a head may turn.
-
-    Args:
-      theta: the base where no field says it.
-    """
-
-    def read(source: Source, _: Values) -> dict[str, Any]:
-        new, old = source.take("rope_parameters", None), source.take("rope_scaling", None)
-        key = "rope_scaling" if old else "rope_parameters"
-        inner = source.inside(key, old or new or {})
-        base = inner.number("rope_theta", source.number("rope_theta", theta))
-        share = inner.number("partial_rotary_factor", source.number("partial_rotary_factor", 1.0))
-        if share != 1 and not partial:
-            source.refuse("partial_rotary_factor", share, "not built for this architecture; required 1.0")
-        scaling = _read_scaling(inner)
-        source.faults += inner.close()
-        return {"rope_theta": float(base), "rotary_fraction": float(share)} | scaling
-
-    def write(values: Values) -> dict[str, Any]:
-        share = {"partial_rotary_factor": values["rotary_fraction"]} if partial else {}
-        return {"rope_theta": values["rope_theta"], "rope_scaling": _write_scaling(values)} | share
-
-    return Rule(read, write)
-
-
-def gemma_rotary() -> Rule:
-    """Returns the rule of Gemma 3's two bases; only global layers are stretched."""
-
-    def read(source: Source, values: Values) -> dict[str, Any]:
-        both = source.inside("rope_parameters", source.take("rope_parameters", None) or {})
-        full, local = (both.inside(name, both.take(name, None) or {}) for name in _KINDS)
-        full.config |= source.inside("rope_scaling", source.take("rope_scaling", None) or {}).config
-        theta = full.number("rope_theta", source.number("rope_theta", 1_000_000.0))
-        base = local.number("rope_theta", source.number("rope_local_base_freq", 10_000.0))
-        scaling = _read_scaling(full)
-        if _read_scaling(local):
-            local.refuse("rope_type", local.config.get("rope_type"), "not built; required 'default'")
-        source.faults += full.close() + local.close() + both.close()
-        has_local = "local" in values["layer_pattern"]
-        return {"rope_theta": float(theta), "rope_theta_local": float(base) if has_local else 0.0} | scaling
-
-    def write(values: Values) -> dict[str, Any]:
-        base = values["rope_theta_local"] or values["rope_theta"]
-        fields = {"rope_theta": values["rope_theta"], "rope_local_base_freq": base}
-        return fields | {"rope_scaling": _write_scaling(values)}
-
-    return Rule(read, write)
-
-
-def _read_scaling(rope: Source) -> dict[str, Any]:
-    """Returns the values of a rope mapping's type and factors."""
-    kind = rope.take("rope_type", rope.take("type", "default"))
-    if str(kind) not in _SCALINGS:
-        rope.read |= rope.config.keys()  # what else belongs to it need not be told
-        return rope.refuse("rope_type", kind, f"not built; there are {', '.join(_SCALINGS)}", {})
-    factors: dict[str, Any] = {ours: rope.number(key) for ours, key in _SCALINGS[kind].items()}
-    return factors | {"rope_scaling": kind} if factors else {}
-
-
-def _write_scaling(values: Values) -> dict[str, Any] | None:
-    """Returns the rope_scaling that stretches so, None where nothing is stretched."""
-    if values["rope_factor"] == 1:
-        return None
-    kind = values["rope_scaling"]
-    return {"rope_type": kind} | {key: values[ours] for ours, key in _SCALINGS[kind].items()}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
+from jaxdist.interop.rotary_rules import gemma_rotary, rotary
 
 _BLOCKS = "blocks/"  # what paths of our stacks begin with in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # of our parameters, by path
@@ -265,37 +266,37 @@ _GEMMA = (
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM",
-    (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.attention_bias(), rule.only("mlp_bias", False)),
+    (*_USUAL, _EPS6, _UNTIED, rotary(), rule.attention_bias(), rule.only("mlp_bias", False)),
     _table(_EDGES | _ATTENTION | _MLP | _PRE_NORMS),
 )  # fmt: skip
 _FAMILIES = (
     LLAMA,
     Family(
-        "mistral", "MistralForCausalLM", (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.layers("all", 4096)),
+        "mistral", "MistralForCausalLM", (*_USUAL, _EPS6, _UNTIED, rotary(), rule.layers("all", 4096)),
         LLAMA.tensors,
     ),
     Family(
         "qwen2", "Qwen2ForCausalLM",
-        (*_USUAL, _EPS6, _UNTIED, rule.rotary(), rule.implied(bias="qkv"), rule.layers("flag", 4096)),
+        (*_USUAL, _EPS6, _UNTIED, rotary(), rule.implied(bias="qkv"), rule.layers("flag", 4096)),
         LLAMA.tensors,
     ),
     Family(
         "qwen3", "Qwen3ForCausalLM",
         (
-            *_SIZES, rule.heads(head_dim=128), rule.activation("hidden_act"), _EPS6, _UNTIED, rule.rotary(),
+            *_SIZES, rule.heads(head_dim=128), rule.activation("hidden_act"), _EPS6, _UNTIED, rotary(),
             rule.attention_bias(), rule.implied(qk_norm="head"), rule.layers("flag", 4096),
         ),
         LLAMA.tensors + _table(_qk_norms("N", "N")),
     ),
     Family(
         "gemma2", "Gemma2ForCausalLM",
-        (*_GEMMA, rule.rotary(), rule.layers("pattern", 4096, 2), rule.caps(50.0, 30.0)),
+        (*_GEMMA, rotary(), rule.layers("pattern", 4096, 2), rule.caps(50.0, 30.0)),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS),
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM",
         (
-            *_GEMMA, rule.layers("pattern", 4096, 6), rule.gemma_rotary(), rule.caps(None, None),
+            *_GEMMA, rule.layers("pattern", 4096, 6), gemma_rotary(), rule.caps(None, None),
             rule.implied(qk_norm="head"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _qk_norms("N", "N")),
@@ -320,13 +321,13 @@ _FAMILIES = (
     ),
     Family(
         "phi3", "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rule.rotary(partial=True), rule.layers("all", None)),
+        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.layers("all", None)),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM",
         (
-            *_USUAL, _EPS5, _UNTIED, rule.rotary(), rule.attention_bias(),
+            *_USUAL, _EPS5, _UNTIED, rotary(), rule.attention_bias(),
             rule.implied(norm_position="post", qk_norm="projection"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
@@ -335,14 +336,14 @@ _FAMILIES = (
         "mixtral", "MixtralForCausalLM",
         (
             *_SIZES, rule.heads(kv=8), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
-            rule.rotary(theta=1e6), rule.layers("all", None), expert_rules.experts("num_local_experts", 8, 2),
+            rotary(theta=1e6), rule.layers("all", None), expert_rules.experts("num_local_experts", 8, 2),
         ),
         _table(_MIXTRAL), other_forms=(_table(_MERGED),),
     ),
     Family(
         "qwen3_moe", "Qwen3MoeForCausalLM",
         (
-            *_SIZES, rule.heads(kv=4), rule.activation("hidden_act", "silu"), _EPS6, _UNTIED, rule.rotary(),
+            *_SIZES, rule.heads(kv=4), rule.activation("hidden_act", "silu"), _EPS6, _UNTIED, rotary(),
             rule.attention_bias(), rule.implied(qk_norm="head"), rule.switched_window(4096),
             expert_rules.experts("num_experts", 128, 8, width=768, normalise=False),
             expert_rules.dense_layers(),
@@ -353,7 +354,7 @@ _FAMILIES = (
         "olmoe", "OlmoeForCausalLM",
         (
             *_SIZES, rule.heads(whole=True), rule.activation("hidden_act", "silu"), _EPS5, _UNTIED,
-            rule.rotary(), rule.attention_bias(), rule.implied(qk_norm="projection"),
+            rotary(), rule.attention_bias(), rule.implied(qk_norm="projection"),
             rule.only("clip_qkv", None), expert_rules.experts("num_experts", 64, 8, normalise=False),
         ),
         _table(_SPARSE | _qk_norms("HN", "KN")), other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),

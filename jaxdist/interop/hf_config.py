@@ -1,5 +1,6 @@
 """config.json of Hugging Face <-> the transformer's values, with every field accounted for."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.expert_rules import kinds_of, pattern_of
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
+from jaxdist.models import rotary
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.storage.untrusted import Malformed, read_json
 
@@ -22,6 +24,8 @@ TRAINING = (
     "router_z_loss", "capacity_factor",
 )  # fmt: skip
 _NO_FIELD = (*TRAINING, "balance")
+_STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))  # scaling, factor, ...
+POSITIONS = ("rope_theta", *_STRETCH)  # what a run may change of a model to go on with longer sequences
 # Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout), other heads.
 _HARMLESS = re.compile(
     "architectures|model_type|transformers_version|(torch_)?dtype|_name_or_path|use_cache|auto_map|"
@@ -157,6 +161,15 @@ def _all_sparse(values: Mapping[str, Any]) -> bool:
     return bool(values.get("num_experts")) and not dense
 
 
+def settled(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns theirs without the positions that ours may have changed, to go on with longer sequences.
+
+    A base or a factor that ours leaves at the default is no change: it has been forgotten.
+    """
+    forgotten = {n for n in ("rope_theta", "rope_factor") if ours.get(n) == DEFAULTS[n]}
+    return {n: v for n, v in theirs.items() if n not in POSITIONS or n in forgotten}
+
+
 def _equal(a: Any, b: Any) -> bool:
     numbers = isinstance(a, float) and isinstance(b, (int, float))
     return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
@@ -176,13 +189,13 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
             v["first_dense_layers"], v["feed_forward_pattern"] = first, pattern
     if v["expert_groups"] == v["expert_top_groups"]:
         idle += ["expert_groups", "expert_top_groups"]
-    stretch = ["rope_scaling", "rope_low_factor", "rope_high_factor", "rope_original_positions"]
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]
-    if v["rope_factor"] == 1:
-        idle += stretch + ["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"])
-    elif v["rope_scaling"] == "linear":
-        idle += stretch[1:]
-    rotary = [*stretch, "rope_theta", "rope_theta_local", "rope_factor", "rotary_fraction"]
-    idle += rotary if v["positions"] == "learned" else ["max_positions"]
+    stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in _STRETCH})
+    if not stretch.changes:
+        idle += [*_STRETCH, *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"])]
+    else:
+        idle += [n for n in _STRETCH[2:] if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]]
+    turns = [*_STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
+    idle += turns if v["positions"] == "learned" else ["max_positions"]
     return v | {name: DEFAULTS[name] for name in idle}

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
-from jaxdist.interop.hf_config import canonical_values, derive, different, read_config
+from jaxdist.interop.hf_config import canonical_values, derive, different, read_config, settled
 from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,7 +36,8 @@ def open_weights(folder: Path | str, values: Mapping[str, Any], shapes: Shapes) 
       ConfigError: the folder's model is another one, or its files are not complete.
     """
     family, theirs = derive(read_config(folder))
-    if faults := different(canonical_values(values), theirs):
+    ours = canonical_values(values)
+    if faults := different(ours, settled(theirs, ours)):
         raise ConfigError(f"{folder} holds another model than the config: {fault}" for fault in faults)
     tensors = Tensors(folder, family)
     tensors.check(shapes)

@@ -3,7 +3,6 @@
 Letters: B batch, S sequence, D model, F feed-forward, H heads, K kv heads, N head size, L layers.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,36 +79,13 @@ def dropout(
 # --- rotary positions -----------------------------------------------------------------------------
 
 
-def rotary_frequencies(
-    head_dim: int,
-    theta: float,
-    *,
-    factor: float = 1.0,
-    scaling: str = "llama3",
-    low_factor: float = 1.0,
-    high_factor: float = 4.0,
-    original_positions: int = 8192,
-) -> jax.Array:
-    """Returns the angular frequencies [N/2] in radians per position (RoFormer, arXiv:2104.09864).
-
-    With factor > 1 and scaling "linear" all are divided by it (arXiv:2306.15595). With "llama3" they
-    are stretched as Llama 3.1 does: those of wavelengths beyond original_positions / low_factor are
-    divided by it, those under original_positions / high_factor stay, the ones between are interpolated.
-    """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if factor == 1.0:
-        return frequencies
-    if scaling == "linear":
-        return frequencies / factor
-    turns = original_positions * frequencies / (2 * math.pi)
-    smooth = jnp.clip((turns - low_factor) / (high_factor - low_factor), 0, 1)
-    return frequencies * (smooth + (1 - smooth) / factor)
-
-
-def rotary_tables(positions_BS: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin [B, S, 1, R/2] in float32 for R/2 frequencies."""
+def rotary_tables(
+    positions_BS: jax.Array, frequencies: jax.Array, scale: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Returns scale * cos and scale * sin [B, S, 1, R/2] in float32 for R/2 frequencies."""
     angles = positions_BS[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
 def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxdist.models import experts, layers
 from jaxdist.models.experts import Experts
+from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.ops.attention import attention, cached_attention
 from jaxdist.ops.attention_reference import soft_capped
@@ -203,21 +204,19 @@ class Transformer(nnx.Module):
         """Returns the rotary tables, and the weights of tokens if experts count them."""
         c = self.config
         counted = c.num_experts > 0 and "weights" in batch
-        return self._rotary(batch) | ({experts.WEIGHTS: batch["weights"]} if counted else {})
+        tables = self._rotary(batch["positions"]) if c.positions == "rotary" else {}
+        return tables | ({experts.WEIGHTS: batch["weights"]} if counted else {})
 
-    def _rotary(self, batch: Batch) -> dict[str, jax.Array]:
-        c = self.config
-        if c.positions != "rotary":
-            return {}
+    def _rotary(self, positions_BS: jax.Array, length: int = 0) -> dict[str, jax.Array]:
+        """Returns the tables of positions in sequences of `length` tokens, by default of all these."""
+        c, length = self.config, length or positions_BS.shape[1]
 
-        def tables(theta: float, end: str = "", **stretch) -> dict[str, jax.Array]:
-            frequencies = layers.rotary_frequencies(c.rotary_dims, theta, **stretch)
-            cos, sin = layers.rotary_tables(batch["positions"], frequencies)
+        def tables(end: str, *args) -> dict[str, jax.Array]:
+            cos, sin = layers.rotary_tables(positions_BS, *rotary_frequencies(c.rotary_dims, *args))
             return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
 
-        names = ("factor", "scaling", "low_factor", "high_factor", "original_positions")
-        fields = tables(c.rope_theta, **{name: getattr(c, f"rope_{name}") for name in names})
-        return fields | (tables(c.rope_theta_local, "_local") if c.rope_theta_local else {})
+        fields = tables("", c.rope_theta, length, c.stretch)
+        return fields | (tables("_local", c.rope_theta_local) if c.rope_theta_local else {})
 
     def embed(self, batch: Batch) -> jax.Array:
         """Returns [B, S, D] in the compute dtype."""
@@ -275,6 +274,8 @@ class Transformer(nnx.Module):
         steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = {"tokens": tokens_BT, "positions": cache.length[:, None] + steps[None, :]}
         fields = shared_fields(self, batch)
+        if self.config.positions == "rotary":  # keys in the cache are turned: by the same for all its tokens
+            fields |= self._rotary(batch["positions"], cache.keys.shape[2])
         x, first = self.embed(batch), layers_before(self)
         if first:
             x, cache = _decoded(self.first_blocks, x, cache, fields, 0)

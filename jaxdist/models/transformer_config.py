@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from jaxdist.models.rotary import Stretch
 from jaxdist.ops.experts import explain
 from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
 
@@ -34,10 +35,17 @@ class TransformerConfig:
     rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
     rope_theta_local: NonNegativeFloat = 0.0  # base in local layers (Gemma 3); 0 = rope_theta
     rope_factor: PositiveFloat = 1.0  # stretch of positions, but in local layers with their own base
-    rope_scaling: Literal["llama3", "linear"] = "llama3"  # what it stretches: long wavelengths, or all
+    # what it stretches: long wavelengths (llama3, yarn), all, each by its own (longrope), all as needed
+    rope_scaling: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
     rope_low_factor: float = 1.0  # llama3: turns within the original length below which all is stretched
     rope_high_factor: float = 4.0  # llama3: turns above which nothing is
-    rope_original_positions: int = 8192  # llama3: sequence length before the stretch
+    rope_original_positions: int = 8192  # not linear: sequence length before the stretch
+    rope_beta_slow: float = 1.0  # yarn: turns within the original length below which all is stretched
+    rope_beta_fast: float = 32.0  # yarn: turns above which nothing is
+    rope_truncate: bool = True  # yarn: the bounds between are whole dims (gpt-oss: false)
+    rope_attention_factor: NonNegativeFloat = 0.0  # yarn, longrope: of cos and sin; 0 = the paper's
+    rope_short_factor: tuple[PositiveFloat, ...] = ()  # longrope: of each wavelength, up to that length
+    rope_long_factor: tuple[PositiveFloat, ...] = ()  # longrope: of each wavelength, in longer sequences
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"  # Gemma: scale is 1 + parameter
     norm_position: Literal["pre", "post", "both"] = "pre"  # of each part; OLMo 2: post; Gemma 2, 3: both
     norm_eps: PositiveFloat = 1e-5  # added to the mean square
@@ -83,6 +91,11 @@ class TransformerConfig:
     def rotary_dims(self) -> int:
         """Returns how many dims of a head turn."""
         return round(self.rotary_fraction * self.head_dim)
+
+    @property
+    def stretch(self) -> Stretch:
+        """Returns how rotary positions are stretched."""
+        return Stretch(**{field.name: getattr(self, f"rope_{field.name}") for field in fields(Stretch)})
 
     @property
     def max_length(self) -> int | None:
@@ -160,9 +173,21 @@ class TransformerConfig:
             sizes["window"] = min(self.window, max(sequence_length // 4, 1))
         if self.rotary_fraction < 1:
             sizes["rotary_fraction"] = 0.5  # an even number of dims
+        sizes |= self._tiny_stretch(sequence_length, replace(self, **sizes).rotary_dims // 2)
         sizes |= self._tiny_experts() if self.num_experts else {}
         sizes["layer_pattern"] = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
         return sizes | {"num_layers": replace(self, **sizes).layers_on(2)}  # whole patterns on two stages
+
+    def _tiny_stretch(self, sequence_length: int, frequencies: int) -> dict[str, Any]:
+        """Returns an original length that sequences exceed, and of longrope's factors evenly spaced ones."""
+        if self.rope_scaling not in ("yarn", "longrope", "dynamic") or not self.stretch.changes:
+            return {}
+        values: dict[str, Any] = {"rope_original_positions": max(sequence_length // 2, 2)}
+        for name in ("rope_short_factor", "rope_long_factor"):
+            if factors := getattr(self, name):
+                step = len(factors) / frequencies
+                values[name] = tuple(factors[int(i * step)] for i in range(frequencies))
+        return values
 
     def _tiny_experts(self) -> dict[str, Any]:
         """Returns eight experts or fewer: one, two or all of them a token, in groups if there are any."""
@@ -199,6 +224,8 @@ class TransformerConfig:
                 f"{share}model.head_dim={self.head_dim}: rotary positions need an even size, "
                 f"here {self.rotary_dims}; change {'either' if share else 'it'}"
             )
+        elif turns:
+            yield from self.stretch.faults(self.rotary_dims, self.rope_theta)
         pattern = f"model.layer_pattern={','.join(self.layer_pattern)}"
         if "local" in self.layer_pattern and not self.window:
             yield f"{pattern}: local layers need model.window, the tokens that they see (>= 1)"

@@ -242,7 +242,7 @@ def read_state(
     arrays = match.converted(trees.flatten_names(restored.state))
     _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
     if jax.process_index() == 0:
-        print(f"init.from_run={source.name}: {match.summary} of step {int(arrays['step'])}")
+        print(f"init.from_run={source.name}: {match.summary} of step {int(arrays['step'])}{match.stretched}")
         if source.workdir:
             interop.copy_small_files(source.workdir / interop.KEPT, folder / interop.KEPT)
     state = built.init({path: quantise(path, arrays[name]) for path, name in match.names.items()})
@@ -288,6 +288,7 @@ class Match(NamedTuple):
     ours: dict[str, jax.ShapeDtypeStruct]  # name there -> as the run has it
     carried: State | None  # with init.optimizer: of the run's abstract state what goes on, None for the rest
     summary: str
+    stretched: str = ""  # which values of rotary positions are others
 
     def as_stored(self, arrays: Mapping[str, ArrayInfo]) -> dict[str, Any]:
         """Returns the abstract arrays to read: as they are there, laid out as the run has them."""
@@ -334,7 +335,13 @@ def _match(config: RunConfig, source: Source, info: StepInfo, flat: State, base:
     ours = {name: (wanted | state)[path] for path, name in names.items()} | {"step": flat.step}
     what = "the weights and the optimizer's state" if carries else "the weights"
     what = "the moving average of the weights" if averaged and not carries else what
-    return Match(names, ours | (state_dict.to_canonical(carried) if carried else {}), carried, what)
+    return Match(
+        names,
+        ours | (state_dict.to_canonical(carried) if carried else {}),
+        carried,
+        what,
+        _stretched(config, stored),
+    )
 
 
 def _by_path(arrays: Iterable[str], group: str) -> dict[str, str]:
@@ -349,9 +356,15 @@ def _model_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
     there, ours = model.get("target", config.model["target"]), config.model["target"]
     if there != ours or ours == registry.USER_TARGET:
         return []
-    return interop.different(
-        config.model_options, {name: value for name, value in model.items() if name not in interop.TRAINING}
-    )
+    ours = {name: value for name, value in config.model_options.items() if name not in interop.TRAINING}
+    return interop.different(ours, interop.settled(model, ours))
+
+
+def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:
+    """Returns what to say of rotary positions that are other ones now, as a run may choose."""
+    ours = {name: value for name, value in config.model.items() if name in interop.POSITIONS}
+    changes = interop.different(ours, stored["model"])
+    return f", with other positions: {', '.join(sorted(changes))}" if changes else ""
 
 
 def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:

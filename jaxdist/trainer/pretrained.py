@@ -31,7 +31,8 @@ def apply_source(config: ConfigDict, chosen: Collection[str] = (), before: RunCo
     """Sets model.* and data.tokenizer of a config to those of what it begins with: of init.*, if anything.
 
     Args:
-      chosen: paths that the user has set; these stay, and must agree with what it begins with.
+      chosen: paths that the user has set; these stay, and must agree with what it begins with, unless
+        they stretch its rotary positions.
       before: the config of a run that goes on; it knows all, and nothing else is read.
 
     Raises:
@@ -51,6 +52,8 @@ def apply_source(config: ConfigDict, chosen: Collection[str] = (), before: RunCo
         theirs = {"target": registry.DEFAULT_TARGET} | interop.derive(interop.read_config(folder))[1]
         tokenizer = _tokenizer_of(folder, config, theirs["vocab_size"], chosen)
     ours = {n: v for n, v in config.model.items() if f"model.{n}" in chosen and n in theirs}
+    if before is None:  # with these a run may begin to learn longer sequences
+        theirs |= {n: ours.pop(n) for n in interop.POSITIONS if n in ours}
     if faults := interop.different(ours, theirs):
         raise ConfigError(f"{fault} (init.{key}={source}); leave it out" for fault in faults)
     with config.unlocked(), config.ignore_type():

@@ -148,6 +148,8 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
 _NEWER = (
     "data.special_tokens", "data.format", "data.chat_template",
     "init.from_run", "init.optimizer", "lora.dropout",
+    "model.rope_beta_slow", "model.rope_beta_fast", "model.rope_truncate", "model.rope_attention_factor",
+    "model.rope_short_factor", "model.rope_long_factor",
     "model.first_dense_layers", "model.feed_forward_pattern",
     "model.num_experts", "model.experts_per_token", "model.expert_d_ff", "model.num_shared_experts",
     "model.scores", "model.normalise_top_k", "model.route_scale", "model.expert_groups",

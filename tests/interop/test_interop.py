@@ -424,12 +424,36 @@ def save(tensors, file):
 
 LLAMA = COMMON | SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5}
 REFUSED = {
-    "rope yarn": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta": 1}},
-        "rope_type='yarn': not built",
+    "rope": (
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0, "beta": 1}},
+        "rope_type='proportional': not built; there are default, linear, llama3, dynamic, yarn, longrope",
     ),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    "yarn": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x"}},
+        "rope_scaling.mscale='x': a number > 0 is required",
+    ),
+    "yarn backwards": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+        "needs 0 < beta_slow <= beta_fast",
+    ),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 0.0]}},
+        "rope_parameters.long_factor=[1.0, 0.0]: a list of numbers > 0 is required",
+    ),
+    "short longrope": (
+        {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}},
+        "model.rope_long_factor has 3 numbers: model.rope_scaling=longrope needs 4, one for each frequency",
+    ),
+    "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+    "yarn of Phi": (
+        {
+            "model_type": "phi3",
+            "original_max_position_embeddings": 1024,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {"type": "yarn", "factor": 2.0},
+        },
+        "rope_scaling.rope_type='yarn': not built; there are default, longrope",
+    ),
     "part of rope": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
     "field in rope": (
         {"rope_parameters": {"rope_type": "default", "wat": 1}},
@@ -551,7 +575,7 @@ def test_dense_layers_between_are_a_pattern(step, dense, first, pattern):
 
 
 def test_all_faults_come_at_once():
-    wrong = LLAMA | {"mlp_bias": True, "wat": 1, "rope_scaling": {"rope_type": "yarn"}}
+    wrong = LLAMA | {"mlp_bias": True, "wat": 1, "rope_scaling": {"rope_type": "wat"}}
     del wrong["vocab_size"]
     with pytest.raises(ConfigError) as raised:
         interop.derive(wrong)

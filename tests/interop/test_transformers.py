@@ -21,28 +21,7 @@ from jaxdist.trainer import (  # noqa: E402
     trainer,
 )
 from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
-from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make  # noqa: E402
-
-
-def reloaded(folder, target, parameters, dtype="float32"):
-    """Exports imported parameters; returns what transformers makes of the folder."""
-    config = interop.read_config(folder)
-    family, fields = interop.fields_of(interop.derive(config)[1], {"model_type": config["model_type"]})
-    shapes = {path: x.shape for path, x in parameters.items()}
-    interop.export(
-        target,
-        family,
-        fields,
-        shapes,
-        lambda path: np.asarray(parameters[path]),
-        dtype=dtype,
-        max_shard_bytes=20_000,
-    )
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        target, output_loading_info=True, dtype=torch.float32
-    )
-    assert {key: list(value) for key, value in info.items() if value} == {}, info
-    return model.eval()
+from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make, reloaded  # noqa: E402
 
 
 def check(folder, target, original, changes):

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from jaxdist.config.schema import faults
-from jaxdist.models.layers import _rotate_by_product, rotary_frequencies, rotary_tables, rotate
+from jaxdist.models.layers import _rotate_by_product, rotary_tables, rotate
+from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import rematerialised
@@ -307,7 +308,7 @@ def test_the_product_form_turns_the_same_dims(turning):
     random = np.random.default_rng(0)
     x, dy = random.normal(size=(2, 2, 5, 3, 8)).astype(np.float32)
     positions = jnp.arange(5, dtype=jnp.int32)[None].repeat(2, 0)
-    cos, sin = rotary_tables(positions, rotary_frequencies(turning, 50.0))
+    cos, sin = rotary_tables(positions, *rotary_frequencies(turning, 50.0))
     plain, pull = jax.vjp(lambda x: rotate(x, cos, sin), x)
     product, pull_product = jax.vjp(lambda x: _rotate_by_product(x, cos, sin), x)
     assert worst(plain[..., :turning], x[..., :turning]) > 0.1

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxdist.config.schema import faults
-from jaxdist.models.layers import dropout, rotary_frequencies, rotary_tables, rotate
+from jaxdist.models.layers import dropout, rotary_tables, rotate
+from jaxdist.models.rotary import Stretch, rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.protocols.model import BlockInfo, is_staged
 from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
@@ -115,20 +116,20 @@ def llama3_frequencies(
 
 def test_rotary_frequencies_of_llama_3():
     setting = dict(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=8192)
-    ours = np.asarray(rotary_frequencies(128, 500000.0, **setting))
+    ours = np.asarray(rotary_frequencies(128, 500000.0, stretch=Stretch(**setting)).frequencies)
     expected = np.array(llama3_frequencies(128, 500000.0, 8.0, 1.0, 4.0, 8192))
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     kept, stretched = expected == plain, np.isclose(expected, plain / 8)
     assert kept.any() and stretched.any() and (~kept & ~stretched).any()  # all three ranges
     np.testing.assert_allclose(ours, expected, rtol=2e-6)
-    np.testing.assert_allclose(rotary_frequencies(128, 500000.0), plain, rtol=2e-6)
-    linear = rotary_frequencies(128, 500000.0, factor=8.0, scaling="linear")
+    np.testing.assert_allclose(rotary_frequencies(128, 500000.0).frequencies, plain, rtol=2e-6)
+    linear = rotary_frequencies(128, 500000.0, stretch=Stretch(scaling="linear", factor=8.0)).frequencies
     np.testing.assert_allclose(linear, plain / 8, rtol=2e-6)
 
 
 @pytest.mark.parametrize("size", [8, 12])
 def test_rotation_turns_halves_of_the_first_dims_by_position_times_frequency(size):
-    frequencies = np.asarray(rotary_frequencies(8, 100.0))
+    frequencies = np.asarray(rotary_frequencies(8, 100.0).frequencies)
     positions = np.array([[0, 1, 5]], np.int32)
     x = np.random.default_rng(0).normal(size=(1, 3, 2, size)).astype(np.float32)
     cos, sin = rotary_tables(jnp.asarray(positions), jnp.asarray(frequencies))

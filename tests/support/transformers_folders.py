@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import transformers
 
+from jaxdist import interop
 from support.huggingface import FOLDERS
 
 _spec = importlib.util.spec_from_file_location("make", FOLDERS / "make.py")
@@ -33,3 +34,24 @@ def made(name, folder, *, flip=False, dtype=torch.float32, shard="1GB"):
     np.save(folder / "logits.npy", make.logits_of(model, tokens))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model.float()
+
+
+def reloaded(folder, target, parameters, dtype="float32"):
+    """Exports imported parameters; returns what transformers makes of the folder."""
+    config = interop.read_config(folder)
+    family, fields = interop.fields_of(interop.derive(config)[1], {"model_type": config["model_type"]})
+    shapes = {path: x.shape for path, x in parameters.items()}
+    interop.export(
+        target,
+        family,
+        fields,
+        shapes,
+        lambda path: np.asarray(parameters[path]),
+        dtype=dtype,
+        max_shard_bytes=20_000,
+    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        target, output_loading_info=True, dtype=torch.float32
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}, info
+    return model.eval()

@@ -229,6 +229,14 @@ def test_arrays_that_differ_are_named_at_once(old, text, tmp_path):
     assert "blocks/mlp/up: float32[2,32,64] there, float32[4,32,96] here" in told
 
 
+def test_positions_may_be_stretched_for_longer_sequences(old, text, tmp_path, capsys):
+    kinds = {"model__rope_scaling": "yarn", "model__rope_factor": 4, "model__rope_original_positions": 16}
+    config = parsed(text, tmp_path / "new", init__from_run=old, **kinds, batch__sequence_length=64)
+    assert config.model["rope_scaling"] == "yarn" and config.model["d_model"] == 32
+    assert_taken(first_state(config, tmp_path), final_arrays(old, 4), "ema")
+    assert "step 4, with other positions: model.rope_factor=4.0, there 1.0, " in capsys.readouterr().out
+
+
 def test_a_damaged_step_is_passed_over_and_stays(old, text, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(old, source)
