@@ -243,8 +243,8 @@ def read_state(
     _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
     if jax.process_index() == 0:
         print(f"init.from_run={source.name}: {match.summary} of step {int(arrays['step'])}{match.stretched}")
-        if source.workdir:
-            interop.copy_small_files(source.workdir / interop.KEPT, folder / interop.KEPT)
+        if source.workdir and (kept := source.workdir / interop.KEPT).is_dir():
+            interop.copy_small_files(kept, folder / interop.KEPT)
     state = built.init({path: quantise(path, arrays[name]) for path, name in match.names.items()})
     if match.carried is None:
         return state

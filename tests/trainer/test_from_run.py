@@ -155,6 +155,7 @@ def test_a_new_run_needs_the_source_once(old, text, tmp_path):
     on = {"init__from_run": source, **SHAPE}
     train(text, new, **on, train__steps=2, optimizer__schedule="constant")
     assert json.loads((new / "config.json").read_text())["model"]["d_model"] == 32
+    assert not (new / "huggingface").exists()  # exports would look for a config.json in it
     shutil.rmtree(source)
     train(text, new, **on, train__steps=4, optimizer__schedule="constant")
     assert list_steps(new / "checkpoints") == [2, 4]
