@@ -151,6 +151,19 @@ def test_merged_experts_go_out_as_kernels():
     assert worst(read("blocks/mlp/up"), base + SCALE * np.einsum("ledr,lerf->ledf", a, b)) < 1e-6
 
 
+def test_layers_before_and_between_have_adapters_too():
+    model = replace(MOE, num_layers=3, first_dense_layers=1, feed_forward_pattern=("dense", "sparse"))
+    config = replace(LORA, targets=("mlp/up", "query"))
+    spec = describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), config))
+    dims = {path: x.shape for path, (x, _) in spec.named_trainable().items() if path.endswith("up/lora_a")}
+    stacks = ("first_blocks", "blocks/layer_0", "blocks/layer_1")
+    assert dims == dict(
+        zip((f"{s}/mlp/up/lora_a" for s in stacks), [(1, D, RANK)] * 2 + [(1, E, D, RANK)], strict=True)
+    )
+    dropping = replace(LORA, targets=("query",), dropout=0.1)  # in stacks, so the same on every layout
+    assert describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), dropping)).trainable_count
+
+
 def test_what_cannot_be_is_said():
     def build(rngs):
         return Transformer(MOE, rngs=rngs)
