@@ -117,10 +117,12 @@ class Experts(nnx.Module):
         load = stats[LOAD]
         total, c = load.sum(-1, keepdims=True), self.config
         if c.balance == "bias":
-            # DeepSeek-V3's (arXiv:2412.19437, 2.1.2), kept around 0: only differences choose.
-            step = jnp.sign(total / c.num_experts - load)
-            # By itself, or a compiler rounds product and sum once or twice, as the layout has it.
-            move = jax.lax.optimization_barrier(c.balance_rate * (step - step.mean(-1, keepdims=True)))
+            # DeepSeek-V3's (arXiv:2412.19437, 2.1.2), kept around 0: only differences choose. Whole numbers,
+            # then a product whose last bits are cut: a compiler may fuse no sum with it, which rounds once
+            # where two operations round twice, as the layout has it.
+            step = jnp.sign(total - c.num_experts * load)
+            units = c.num_experts * step - step.sum(-1, keepdims=True)
+            move = jax.lax.reduce_precision(c.balance_rate / c.num_experts * units, 8, 20)
             self.choice_bias.set_value(self.choice_bias[...] + move)
         elif c.balance == "batch":
             shares = load / jnp.maximum(total, 1)
