@@ -103,7 +103,7 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
     gathered, totals = computed * (call.inputs + 1) * kernel, 0
     rows, group, fixed = tokens * call.chosen, tokens, 0
     if kind:
-        rows = int(SLACK * rows) if kind == "rounds" else rows
+        rows = int(SLACK * rows)
         group *= parts if kind == "gather" else 1  # tokens whose x and gradients are there
         totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
     fixed += 2 * rows * D * computed  # rows of x and of its gradient

@@ -208,8 +208,9 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         parts = now.axis_size(over[0])
         kind, _ = choose_exchange(options.kind, parts, k, options.slack)
         kind = kind if over[0] in split else "gather"  # the devices have the same tokens
+        shared_out = kind == "gather" and over[0] in split  # the tokens of all of them are gathered
         chunk = _rounded(options.slack * rows / (parts if kind == "rounds" else 1))
-        chunk = min(chunk, _rounded(rows))
+        chunk = min(chunk, _rounded(rows * parts if shared_out else rows))
     static = Exchange(
         kind,
         E,
