@@ -186,8 +186,8 @@ POINTS: tuple[Point, ...] = (
     _point(
         "mixtral-8x7b-v6e-256", "mixtral_8x7b", "v6e:16x16", (3072, 4096), (256, 1), _OFFLOADED,
         flags=_VMEM | _DATA_PARALLEL | _OVERLAP | _REDUCE_SCATTER_LAYOUT, published_s=None,
-        published="13.48 s (later 12.61) with capacity 1.25; ours drops nothing", source=_RECIPES + "Mixtral-8x7B-MaxText",
-        peer=Peer(13.7, 15.0, 15.0, 31.2, 0.52),
+        published="13.48 s (later 12.61) with capacity 1.25; ours drops nothing",
+        source=_RECIPES + "Mixtral-8x7B-MaxText", peer=Peer(13.7, 15.0, 15.0, 31.2, 0.52),
     ),
     _point(
         "qwen3-30b-a3b-v5p-128", "qwen3_30b_a3b", "v5p:4x4x4", (256, 4096), (64, 1), "full", flags=_V5P,
