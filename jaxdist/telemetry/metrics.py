@@ -5,10 +5,11 @@ tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "In
 "-Infinity", and the readers turn exactly these back into floats. A missing value is null.
 
 Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two writes
-leaves whole lines, and other threads or processes may append to the same file. Should a line be
-torn all the same (power loss, full disk), the next writer starts on a new line, and readers skip
-what is no JSON object. Lines that a disk refuses are kept in memory and written once it takes them:
-training goes on. Standard error says so, and what was lost if it never did.
+leaves whole lines, and other threads or processes may append to the same file. Should the last
+line be torn all the same (power loss, a full disk, a kill within the write, which Linux may end at
+a page's end), the next writer starts on a new line, and readers skip what is no JSON object. Lines
+that a disk refuses are kept in memory and written once it takes them: training goes on. Standard
+error says so, and what was lost if it never did.
 """
 
 import contextlib
