@@ -21,7 +21,7 @@ from jaxdist.ops.attention_backends import Backend
 from jaxdist.ops.attention_reference import Options, Part
 from jaxdist.ops.ring_attention import Ring, ring_attention
 from jaxdist.parallel import execution
-from jaxdist.parallel.context import AXIS
+from jaxdist.parallel.context import AXIS, FROM_HEADS, KEYS, TO_HEADS
 from jaxdist.parallel.sharding import Rules
 
 
@@ -42,25 +42,39 @@ class Form:
         """Returns the parts of the queries, of which a backend sees one at a time."""
         return {"gather": self.context, "ring": 2 * self.context}.get(self.name, 1)
 
+    @property
+    def busiest(self) -> float:
+        """Returns the work of the device that has most, relative to the mean, with a causal mask."""
+        return 2 - 1 / self.context if self.name == "gather" else 1.0
+
+    def hops(self, part: int, window: int | None) -> int:
+        """Returns from how many devices before a window reaches keys, if each has a part of the sequence."""
+        return min(-(-(window - 1) // part), self.context - 1) if window else self.context - 1
+
     def run(self, backend: Backend, options: Options, q, k, v, segment_ids_BS) -> jax.Array:
         """Returns attention as a device has it: called with its own part of the arrays, ids excepted."""
         if self.name == "whole":
             return backend.run(q, k, v, segment_ids_BS, options=options)
         if self.name == "heads":
-            q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v))
+            with jax.named_scope(TO_HEADS):
+                q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v))
             out = backend.run(q, k, v, segment_ids_BS, options=options)
-            return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+            with jax.named_scope(FROM_HEADS):
+                return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
         if self.name == "ring":
             assert backend.pieces is not None
             return ring_attention(q, k, v, segment_ids_BS, Ring(backend.pieces, options, self.context))
         assert backend.run_part is not None
-        hops = -(-(options.window - 1) // q.shape[1]) if options.window else self.context
+        hops = self.hops(q.shape[1], options.window)
         if hops < self.context - 1:
-            k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
+            with jax.named_scope(KEYS):
+                k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
             part, ids = Part(jnp.int32(hops), hops + 1), _ids_before(segment_ids_BS, q, hops, self.context)
             return backend.run_part(q, k, v, ids, part, options=options)
         part = Part(jax.lax.axis_index(AXIS), self.context)
-        return backend.run_part(q, _gathered(k), _gathered(v), segment_ids_BS, part, options=options)
+        with jax.named_scope(KEYS):
+            k, v = _gathered(k), _gathered(v)
+        return backend.run_part(q, k, v, segment_ids_BS, part, options=options)
 
 
 def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
@@ -91,20 +105,24 @@ def _gathered(k_BSKN: jax.Array) -> jax.Array:
 
 
 def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:
-    """Returns how queries [B, S, H, N] attend in the execution in force.
+    """Returns `form_under` the rules in force."""
+    return form_under(execution.current().rules, dims, window=window)
+
+
+def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Form:
+    """Returns how queries [B, S, H, N] attend.
 
     A ring knows no window, and its chunks are of one size: elsewhere `ring` gathers.
 
     Raises:
       ConfigError: context.attention=heads, and heads that do not divide.
     """
-    rules = execution.current().rules
     size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
     if size == 1 or dims[1] % size:
         return Form("whole", 1, tensor)
     if rules.attention == "ring" and not window and dims[1] % (2 * size) == 0:
         return Form("ring", size, tensor)
-    if rules.attention == "ring" or not _heads_divide(rules, dims[2]):
+    if rules.attention == "ring" or not heads_divide(rules, dims[2]):
         if rules.attention == "heads":
             raise ConfigError(_refusal(rules, dims[2]))
         return Form("gather", size, tensor)
@@ -124,44 +142,8 @@ def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
         yield f"batch.sequence_length={length} is not divisible by {name}; nearest legal lengths: {legal}"
     if heads is None:
         return
-    if rules.attention == "heads" and rules.shape.sizes[AXIS] > 1 and not _heads_divide(rules, heads):
+    if rules.attention == "heads" and rules.shape.sizes[AXIS] > 1 and not heads_divide(rules, heads):
         yield _refusal(rules, heads)
-
-
-def explain(rules: Rules, length: int, heads: int, kv_heads: int, head_size: int, itemsize: int) -> list[str]:
-    """Returns, in lines for users, which form is taken and why: bytes of a layer, a sequence and a device.
-
-    They are those of the forward pass; the backward pass sends them once more, and the keys and values of
-    `gather` twice, if they are computed again.
-
-    Args:
-      length: tokens of a sequence.
-      head_size, itemsize: elements of a head, bytes of an element.
-    """
-    size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
-    if size == 1:
-        return []
-    token, part = head_size * itemsize / 1e6, length // size
-    keys = 2 * copied_heads(kv_heads, heads, tensor) // _shards_of(heads, tensor) * token
-    gather = f"gather sends {_mb(keys * part * (size - 1))}, holds all of {_mb(keys * length)}"
-    if rules.attention == "ring":
-        moved = 2 * heads // _shards_of(heads, tensor) * token + keys  # to where all have equal work
-        sent, held = (moved + keys * (size - 1)) * part, 2 * keys * part
-        ring = f"ring sends {_mb(sent)}, holds parts of {_mb(held)}"
-        return [f"context {size}: attention by ring: set by context.attention; {ring}; {gather}"]
-    if not _heads_divide(rules, heads):
-        return [f"context {size}: attention by gather: {_indivisible(rules, heads)}; {gather}"]
-    shards = _head_shards(rules, heads)
-    own = 2 * (heads + copied_heads(kv_heads, heads, shards)) // shards * token  # of a whole sequence
-    by_heads = f"heads sends {_mb(own * part * (size - 1))}, holds parts of {_mb(own * length)}"
-    if rules.attention == "gather":
-        return [f"context {size}: attention by gather: set by context.attention; {gather}; {by_heads}"]
-    why = "set by context.attention" if rules.attention == "heads" else f"{heads} heads divide by {shards}"
-    return [f"context {size}: attention by heads: {why}; {by_heads}; {gather}"]
-
-
-def _mb(size: float) -> str:
-    return f"{size:,.1f} MB" if size >= 1 else f"{size:.2g} MB"
 
 
 def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
@@ -175,26 +157,29 @@ def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
     return copied if heads % copied == 0 else heads
 
 
-def _shards_of(heads: int, tensor: int) -> int:
+def shards_of(heads: int, tensor: int) -> int:
+    """Returns how many devices share the heads out: none where they do not divide."""
     return tensor if heads % tensor == 0 else 1
 
 
 def _head_shards(rules: Rules, heads: int) -> int:
-    return rules.shape.sizes[AXIS] * _shards_of(heads, rules.shape.sizes["tensor"])
+    return rules.shape.sizes[AXIS] * shards_of(heads, rules.shape.sizes["tensor"])
 
 
-def _heads_divide(rules: Rules, heads: int) -> bool:
+def heads_divide(rules: Rules, heads: int) -> bool:
+    """Returns whether each device of context x tensor can have as many heads."""
     return heads % _head_shards(rules, heads) == 0
 
 
-def _indivisible(rules: Rules, heads: int) -> str:
-    tensor = _shards_of(heads, rules.shape.sizes["tensor"])
+def indivisible(rules: Rules, heads: int) -> str:
+    """Returns what does not divide, as a clause."""
+    tensor = shards_of(heads, rules.shape.sizes["tensor"])
     product = f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}" if tensor > 1 else rules.shape.sizes[AXIS]
     return f"{heads} query heads are not divisible by mesh.context={product}"
 
 
 def _refusal(rules: Rules, heads: int) -> str:
     return (
-        f"context.attention=heads: {_indivisible(rules, heads)}; set context.attention=auto, which takes "
+        f"context.attention=heads: {indivisible(rules, heads)}; set context.attention=auto, which takes "
         f"gather here, or make model.num_heads a multiple of {_head_shards(rules, heads)}"
     )

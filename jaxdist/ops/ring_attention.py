@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.ops.attention_reference import Options, Pieces
-from jaxdist.parallel.context import AXIS
+from jaxdist.parallel.context import AXIS, CHUNKS, KEYS
 from jaxdist.parallel.remat import RESIDUALS
 
 
@@ -160,7 +160,8 @@ def _around(step: Callable[..., Any], carry, keys, ring: Ring):
 def _hop(tree, ring: Ring):
     """Returns what the device before has."""
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
+    with jax.named_scope(KEYS):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
 
 
 def _device(hops, ring: Ring) -> jax.Array:
@@ -189,7 +190,10 @@ def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
     """Returns a device's chunks i and 2c - 1 - i of what it has in order, 2i and 2i + 1; not causal: all."""
     if not ring.options.causal:
         return [x]
-    halves = [jax.lax.ppermute(half, AXIS, _moves(ring, n)) for n, half in enumerate(jnp.split(x, 2, axis=1))]
+    with jax.named_scope(CHUNKS):
+        halves = [
+            jax.lax.ppermute(half, AXIS, _moves(ring, n)) for n, half in enumerate(jnp.split(x, 2, axis=1))
+        ]
     # Chunks of even number arrive from the first halves: a device's first chunk has its own number.
     even = jax.lax.axis_index(AXIS) % 2 == 0
     return [_where(even, *halves), _where(even, *halves[::-1])]
@@ -202,7 +206,8 @@ def _in_order(chunks: list[jax.Array], ring: Ring) -> jax.Array:
     even = jax.lax.axis_index(AXIS) % 2 == 0
     halves = [_where(even, *chunks), _where(even, *chunks[::-1])]
     back = [[(to, device) for device, to in _moves(ring, n)] for n in range(2)]
-    halves = [jax.lax.ppermute(half, AXIS, pairs) for half, pairs in zip(halves, back, strict=True)]
+    with jax.named_scope(CHUNKS):
+        halves = [jax.lax.ppermute(half, AXIS, pairs) for half, pairs in zip(halves, back, strict=True)]
     return jnp.concatenate(halves, axis=1)
 
 

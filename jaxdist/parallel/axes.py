@@ -38,11 +38,9 @@ TABLE = (
 )  # fmt: skip
 
 AXES = tuple(axis.name for axis in TABLE)
-# Those that `plan` varies, and its rules of thumb set, for any model; for one with experts besides; and those
-# that stay as a config has them.
+# Those that `plan` varies, and its rules of thumb set, for any model; and for one with experts besides.
 SEARCHED = tuple(axis.name for axis in TABLE if not {"experts", "sequence"} & set(axis.splits))
 EXPERT_AXES = tuple(axis.name for axis in TABLE if "experts" in axis.splits)
-FIXED = tuple(axis.name for axis in TABLE if axis.name not in (*SEARCHED, *EXPERT_AXES))
 BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)
 SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
 # Those that share out parameters with their state, as stored: of experts' own kernels the first alone.

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 AXIS = "context"
+# Scopes that the planner reads off programs: what moves.
+TO_HEADS, FROM_HEADS = "sequences_to_heads", "heads_to_sequences"
+KEYS, CHUNKS = "keys_and_values", "chunks_to_devices"
+MOVED = (TO_HEADS, FROM_HEADS, KEYS, CHUNKS)
 AttentionForm = Literal["auto", "heads", "gather", "ring"]
 
 

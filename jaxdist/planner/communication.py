@@ -1,9 +1,8 @@
 """Every collective of a compiled step: what moves, over which mesh axis and link, and what hides it.
 
-Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start and done, as a
-TPU fusion that compute fusions go on with (the same one several times, told apart by channel), as
-chains of permutes, as a call on the SparseCore, and between slices as host transfers (the program is
-then that of one slice). All come out as one `Collective` each.
+Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start and done, as a TPU
+fusion that compute fusions go on with (several, of one channel), as chains of permutes, as a call on the
+SparseCore, and between slices as host transfers (of one slice's program). All come out as one `Collective`.
 """
 
 import math
@@ -18,7 +17,8 @@ import numpy as np
 
 from jaxdist.hardware.chips import NETWORKS, Chip
 from jaxdist.ops.experts.exchange import FROM_EXPERTS, TO_EXPERTS
-from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES
+from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES, SEQUENCE_AXES
+from jaxdist.parallel.context import MOVED
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.targets import Link, Target
@@ -28,7 +28,8 @@ from jaxdist.telemetry.units import percent_text, time_text
 _OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_EXCHANGED = re.compile(f"{TO_EXPERTS}|{FROM_EXPERTS}")
+_TOKENS = {*BATCH_AXES, *SEQUENCE_AXES}
+_EXCHANGED = re.compile("|".join((TO_EXPERTS, FROM_EXPERTS, *MOVED)))
 _SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values())}
 
 
@@ -227,7 +228,7 @@ class _Reader:
             return "scalars" if hlo.num_bytes(types) <= 4096 else "tokens"  # of integers
         # What is summed over parts of the batch, at once or by permutes, is the gradient of weights.
         summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
-        return "gradient" if summed and set(axis.split("+")) <= set(BATCH_AXES) else "activations"
+        return "gradient" if summed and {*axis.split("+")} <= _TOKENS else "activations"
 
 
 # --- what is wrong --------------------------------------------------------------------------------

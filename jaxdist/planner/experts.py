@@ -5,7 +5,6 @@ Letters: `E` experts, `k` of a token, `D` model, `F` feed-forward, `n` devices o
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.blocks import LANES, ExpertCall
 from jaxdist.planner.communication import Collective
+from jaxdist.planner.exchanges import summed
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import hlo
@@ -163,10 +163,6 @@ def describe(
         return {}
     parts, times = shape.sizes[AXIS], rounds(load)
     kind = mixture.exchange(parts)
-    moved: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
-    for one in collectives:
-        if one.what in (TO, FROM):
-            moved[one.kind, one.axis, one.what].append(one)
     assumed = EVEN if load <= 1 else f"the fullest pair of devices has {load:g} x the mean rows"
     times_text = f"{times} round{'s' * (times > 1)} of {SLACK:g} x the even share"
     return {
@@ -177,17 +173,7 @@ def describe(
         "load": load,
         "rounds": times if kind else None,
         "assumption": f"{assumed}; {times_text}" if kind else "nothing is exchanged",
-        "exchanged": [
-            {
-                "kind": name,
-                "axis": axis,
-                "what": what,
-                "bytes": sum(one.count * one.bytes for one in ones),
-                "wire_bytes": math.fsum(one.count * one.wire_bytes for one in ones),
-                "seconds": math.fsum(one.step_s for one in ones) or None,
-            }
-            for (name, axis, what), ones in moved.items()
-        ],
+        "exchanged": summed(collectives, (TO, FROM)),
     }
 
 

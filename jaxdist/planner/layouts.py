@@ -7,7 +7,7 @@ numerics never do. The times are made of datasheet rates: good for an order, not
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -20,10 +20,10 @@ from jaxdist.parallel import remat
 from jaxdist.parallel.axes import (
     CROSSING_AXES,
     EXPERT_AXES,
-    FIXED,
     PARAMETER_SHARDS,
     REST_AXIS,
     SEARCHED,
+    SEQUENCE_AXES,
     STATE_AXES,
     STEP_AXES,
     divisors,
@@ -31,7 +31,7 @@ from jaxdist.parallel.axes import (
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
-from jaxdist.planner import experts, formulas, memory
+from jaxdist.planner import context, experts, formulas, memory
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
@@ -46,7 +46,7 @@ REMAT = (
     f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
 )  # fmt: skip
 KEYS = (
-    *(f"mesh.{axis}" for axis in (*SEARCHED, *EXPERT_AXES)),
+    *(f"mesh.{axis}" for axis in (*SEARCHED, *EXPERT_AXES, *SEQUENCE_AXES)),
     *(f"mesh.dcn.{axis}" for axis in SEARCHED if axis in CROSSING_AXES),
     "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
     "pipeline.chunks", "remat.policy",
@@ -68,6 +68,7 @@ class Estimate:
     tensor: float  # sums of activations
     stages: float  # what stages hand on, and their sums over the vocabulary
     exchange: float  # rows that go to experts and back
+    context: float  # what attention over a split sequence moves
     host: float  # offloaded activations
     hides: bool  # whether the compiler runs gathers and gradients beside compute
 
@@ -77,7 +78,9 @@ class Estimate:
 
     @property
     def network_s(self) -> float:
-        return self.gathers + self.gradients + self.tensor + self.stages + self.exchange
+        return math.fsum(
+            (self.gathers, self.gradients, self.tensor, self.stages, self.exchange, self.context)
+        )
 
     @property
     def bound_s(self) -> float:
@@ -135,7 +138,8 @@ class Candidate:
 def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, MeshShape]], dict, ModelSpec]:
     """Returns the run on each legal mesh, the counted reasons against the others, and the model's spec.
 
-    Experts are shared out by each divisor of their number, over fast links only.
+    Experts are shared out by each divisor of their number, sequences by those of their length up to
+    `context.MOST`, both over fast links only.
 
     Raises:
       ConfigError: no mesh is legal.
@@ -143,15 +147,17 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     legal, faults = [], Counter[str]()
     error = ConfigError("no mesh is legal")
     flow = replace(run.pipeline, schedule="1f1b", chunks=1, microbatches=1)
-    mixture = experts.mixture_of(run, build.model_spec(run))
-    for mesh in _meshes(run.mesh, target, mixture.experts if mixture else 1):
+    spec = build.model_spec(run)
+    mixture = experts.mixture_of(run, spec)
+    sizes = {experts.AXIS: divisors(math.gcd(target.num_devices, mixture.experts if mixture else 1))}
+    sizes[context.AXIS] = context.sizes_to_try(run, target.num_devices)
+    for mesh in _meshes(run.mesh, target, sizes):
         pipeline = flow if mesh.pipeline > 1 else run.pipeline
         tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1), pipeline=pipeline)
         try:
-            shape, _, spec = validate_for(tried, target)
-            link = target.axis_link(shape, experts.AXIS)
-            if link.name in experts.SLOW_LINKS or (target.chip and link.name == target.chip.network):
-                faults[f"mesh.{experts.AXIS}=N talks in every layer, over {link.name}"] += 1
+            shape, _, _ = validate_for(tried, target, spec)
+            if slow := [*_slow_axes(target, shape)]:
+                faults[slow[0]] += 1
                 continue
             legal.append((tried, shape))
         except ConfigError as refusal:
@@ -162,12 +168,19 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     return legal, dict(faults.most_common()), spec
 
 
-def _meshes(base: MeshConfig, target: Target, num_experts: int) -> Iterator[MeshConfig]:
-    fixed = math.prod(max(getattr(base, axis), 1) for axis in FIXED)
-    total, slices = target.num_devices // fixed, target.num_slices
-    varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *EXPERT_AXES]  # fsdp takes the rest
-    sizes_of = [divisors(math.gcd(total, num_experts if axis in EXPERT_AXES else total)) for axis in varied]
-    for sizes in product(*sizes_of):
+def _slow_axes(target: Target, shape: MeshShape) -> Iterator[str]:
+    """Yields why axes that experts or sequences are shared out over must not cross what they cross."""
+    for axis in (experts.AXIS, context.AXIS):
+        link = target.axis_link(shape, axis)
+        if link.name in experts.SLOW_LINKS or (target.chip and link.name == target.chip.network):
+            yield f"mesh.{axis}=N talks in every layer, over {link.name}"
+
+
+def _meshes(base: MeshConfig, target: Target, sizes_of: Mapping[str, Sequence[int]]) -> Iterator[MeshConfig]:
+    """Yields every mesh; `sizes_of`: of axes that do not take all divisors of the devices' number."""
+    total, slices = target.num_devices, target.num_slices
+    varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *sizes_of]  # fsdp takes the rest
+    for sizes in product(*(sizes_of.get(axis, divisors(total)) for axis in varied)):
         if total % math.prod(sizes):
             continue
         split: dict[str, Any] = dict(zip(varied, sizes, strict=True)) | {"fsdp": total // math.prod(sizes)}
@@ -246,10 +259,14 @@ class _Model:
             name = _EXPERTS if "experts" in names and name != "down" else _MADE_BY.get(name, name)
             self.made[name if path.startswith("blocks/") else ""] += round(used)
         self.in_blocks = max(self.made.total() - self.made.pop("", 0), 1)
+        # Kept by mesh, of which there are many layouts.
+        self._once: dict[tuple[int, ...], Collection[str]] = {}
+        self._attentions: dict[tuple[int, ...], context.Attention] = {}
         self.mixture, self.rounds = experts.mixture_of(run, spec), 1
         self.in_experts = self.mixture.kernels * self.mixture.layers if self.mixture else 0
         self.dense = spec.parameter_count - self.in_experts
-        self.tokens = run.batch.global_size * build.targets_per_sample(run)
+        self.sequences = run.batch.global_size
+        self.tokens = self.sequences * build.targets_per_sample(run)
         flops = model_flops(run, spec)
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
         self.products = flops["causal"] * self.tokens - 3 * self.attention
@@ -273,11 +290,12 @@ class _Model:
         ticks = (flow + (stages - 1) / chunks) / flow  # 1, and what is computed for nothing
         passes = run.batch.accumulation * flow * ticks  # over a stage's weights
         policy = "full" if stages > 1 else run.remat.policy
-        x = self.tokens * self.width * self.computed / shape.batch_shards
+        x = self.tokens * self.width * self.computed / self._shards(shape)
+        attention = self._attention(run, shape)
         sums_of_layer = 4 + (self._again(policy) > self._part("attention_projection"))
         sums = sums_of_layer * self.depth / stages * ticks + 3
         reading = 3 * passes * sum(self._local(shape)) * self.computed / self.hbm
-        compute = max(self._compute(policy, stages * chunks, gpu), reading)
+        compute = max(self._compute(policy, stages * chunks, attention), reading)
         gathers, gradients, update = self._parameters(run, shape, passes)
         return Estimate(
             compute=compute,
@@ -289,6 +307,7 @@ class _Model:
             stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
             + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),
             exchange=self._exchange(shape, ticks),
+            context=self._context(attention, shape, policy) * ticks / stages,
             host=2 * self._offloaded(policy) * x / self.pcie,
             hides=gpu,
         )
@@ -296,8 +315,10 @@ class _Model:
     def _parameters(self, run: RunConfig, shape: MeshShape, passes: float) -> tuple[float, float, float]:
         """Returns the seconds of gathers, of sums of gradients, and of the update."""
         zero = run.mesh.zero
-        once = reduction.choose(self.spec, build_rules(run.mesh, shape), run.mesh.reduce, parts=2).once
-        sent = {axis: 4 * (1 if axis in once else passes) for axis in (*STEP_AXES, "fsdp")}
+        once = self._summed_once(run, shape)
+        # Those that add up gradients besides the axes that share out what is stored.
+        adding = [axis for axis in (*STEP_AXES, *SEQUENCE_AXES) if axis not in PARAMETER_SHARDS]
+        sent = {axis: 4 * (1 if axis in once else passes) for axis in (*adding, "fsdp")}
         reduced = "reduce-scatter" if zero >= 2 else "all-reduce"
         gathers = gradients = update = 0.0
         # Experts' kernels are split over their axis already; all else is stored in shards over both.
@@ -308,11 +329,23 @@ class _Model:
             gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
             gathers += self._time("all-gather", gathered, shape, axes)
             gradients += self._time(reduced, sent["fsdp"] * local, shape, axes)
-            gradients += sum(
-                self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in STEP_AXES
-            )
+            gradients += sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in adding)
             update += (2 * (self.stored + self.moments) * state + 8 * passes * partial) / self.hbm
         return gathers, gradients, update
+
+    def _summed_once(self, run: RunConfig, shape: MeshShape) -> Collection[str]:
+        """Returns the axes over which parts' gradients are summed once a step."""
+        key = *_key(shape), run.mesh.zero
+        if key not in self._once:
+            rules = build_rules(run.mesh, shape)
+            self._once[key] = reduction.choose(self.spec, rules, run.mesh.reduce, parts=2).once
+        return self._once[key]
+
+    def _attention(self, run: RunConfig, shape: MeshShape) -> context.Attention:
+        if (key := _key(shape)) not in self._attentions:
+            rules = _rules(run, shape, self.spec)
+            self._attentions[key] = context.Attention(run, rules, self.depth)
+        return self._attentions[key]
 
     def _exchange(self, shape: MeshShape, ticks: float) -> float:
         """Returns the seconds in which rows go to experts and back."""
@@ -320,17 +353,30 @@ class _Model:
             return 0.0
         kind, payload = self.mixture.exchanged_bytes(shape.sizes[experts.AXIS])
         layers = self.mixture.layers / shape.sizes["pipeline"] * ticks * self.rounds
-        return self._time(kind, layers * payload * self.tokens / shape.batch_shards, shape, experts.AXIS)
+        return self._time(kind, layers * payload * self.tokens / self._shards(shape), shape, experts.AXIS)
 
-    def _compute(self, policy: str, places: int, gpu: bool) -> float:
+    def _context(self, attention: context.Attention, shape: MeshShape, policy: str) -> float:
+        """Returns the seconds in which attention moves parts of sequences, were all layers on a device."""
+        link = self.target.axis_link(shape, context.AXIS)
+        sequences = self.sequences / shape.batch_shards
+        return sequences * attention.seconds(1 if policy == "none" else 2, link) if attention.layers else 0.0
+
+    @staticmethod
+    def _shards(shape: MeshShape) -> int:
+        """Returns the devices that share out the tokens."""
+        return shape.batch_shards * shape.sizes[context.AXIS]
+
+    def _compute(self, policy: str, places: int, attention: context.Attention) -> float:
         """Returns seconds at peak; layers are padded to so many places."""
-        kept = _kept_names(policy)
+        kept, gpu = _kept_names(policy), self.target.platform == "gpu"
         if gpu:  # cuDNN's residuals have no name by which they could be moved to the host
             kept = kept - {*remat.named_in(policy)["offload"]}
         once = policy in ("none", "dots") or remat.RESIDUALS in kept
         blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
         padded = -(-self.depth // places) * places / self.depth
-        kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached
+        # A GPU's kernel knows no parts of a sequence: elsewhere XLA computes all of the square.
+        most = attention.busiest if not gpu else 2.0 if attention.by_parts else 1.0
+        kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached * most
         products = self.products + blocks * (padded * (1 + self._again(policy) / 3) - 1)
         return (products + kernels) / self.target.num_devices / self.peak
 
@@ -355,6 +401,10 @@ class _Model:
             return 0.0
         members = math.prod(shape.sizes[axis] for axis in axes.split("+"))
         return self.target.axis_link(shape, axes).seconds(kind, formulas.wire_bytes(kind, payload, members))
+
+
+def _key(shape: MeshShape) -> tuple[int, ...]:
+    return *shape.sizes.values(), *shape.dcn.values()
 
 
 def _kept_names(policy: str) -> set[str]:

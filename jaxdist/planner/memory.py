@@ -22,9 +22,11 @@ from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import remat
 from jaxdist.parallel.optimizer_sharding import state_specs
+from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import experts
 from jaxdist.planner.blocks import LANES, sample_tokens, trace
+from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.trainer import build
@@ -64,13 +66,35 @@ def checkpoint_bytes(run: RunConfig, spec: ModelSpec) -> int:
     return kept + sum(frozen) + _whole_bytes(spec.model_state)
 
 
+# Kept by content: a search asks for each of them some thousand times.
+_states: dict[str, Any] = {}
+_programs: dict[tuple[str, int, int, int], tuple[int, int]] = {}
+
+
 def _moments(run: RunConfig, spec: ModelSpec) -> Any:
     """Returns the optimizer's abstract state."""
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable)
-    transform = optimizers.build_optimizer(
-        run.optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names
-    )
-    return jax.eval_shape(transform.init, stored)
+    shapes = [(path, x.shape, names) for path, (x, names) in spec.named_trainable().items()]
+    key = repr((run.optimizer, run.precision.params, shapes))
+    if key not in _states:
+        transform = optimizers.build_optimizer(run.optimizer, _rate, spec.trainable, spec.names)
+        _states[key] = jax.eval_shape(transform.init, stored)
+    return _states[key]
+
+
+def _rate(step: Any) -> jax.Array:
+    """Returns a learning rate: which one changes no shape."""
+    return jnp.float32(1)
+
+
+def _slots(cut: Staging) -> tuple[int, int]:
+    """Returns the slots of inputs and of gradients that a stage has, but for trash."""
+    config = cut.config
+    key = config.schedule, cut.stages, cut.microbatches, config.chunks
+    if key not in _programs or config.schedule.endswith(".json"):  # a file may have changed
+        program = cut.program()
+        _programs[key] = program.num_inputs, program.num_gradients
+    return _programs[key]
 
 
 def _chip(target: Target | jax.Device) -> Chip | None:
@@ -119,6 +143,7 @@ class _Step:
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
         self.x_kept = self.x // (rules.shape.sizes["tensor"] if rules.sequence_parallel else 1)
+        self.keys = sequences * Attention(run, rules, spec.depth).keys  # of other devices, in a layer
         self.state = self._state()
 
     # --- moments --------------------------------------------------------------------------------
@@ -147,6 +172,7 @@ class _Step:
         in which the values of what comes before them are there, too.
         """
         block, sizes = self.block, self._in_layers()
+        sizes["keys of other devices"] = self.keys * (self.policy != "none")
         if block.experts:
             for moment in self._in_experts():
                 work = sizes["working set"] + self.times * (block.working - block.largest) + moment.rows
@@ -221,9 +247,9 @@ class _Step:
     def _kept(self) -> Components:
         """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
         if self.cut:
-            program = self.cut.program()
             depth = self.cut.dims[2] if self.policy == "layers" else 1
-            slots = (program.num_inputs + 1) * depth + program.num_gradients + 1
+            inputs, gradients = _slots(self.cut)
+            slots = (inputs + 1) * depth + gradients + 1
             return {"pipeline slots": slots * self.x_kept}
         depth = self.spec.depth if self.block.kept else 0
         offloaded = remat.named_in(self.policy)["offload"]
@@ -232,6 +258,8 @@ class _Step:
             split = name in remat.RESIDUAL_STREAM and self.rules.sequence_parallel
             shards = self.rules.shape.sizes["tensor"] if split else 1
             kept[HOST if name in offloaded else f"saved: {name}"] += size * depth * self.times // shards
+        if self.policy == "none":
+            kept["saved: keys of other devices"] = self.keys * depth
         return dict(kept)
 
     # --- parameters and state -------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxdist.planner import advice, communication, experts, memory, restarts, sh
 from jaxdist.planner.advice import Edit
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
+from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
@@ -76,6 +77,7 @@ class Plan:
             "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
             "experts": self._experts(),
+            "context": Attention(self.run, self.rules, self.spec.depth).describe(self.collectives),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
             "warnings": list(self.warnings),

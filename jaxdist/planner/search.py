@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.parallel.axes import EXPERT_AXES, SEARCHED
 from jaxdist.planner import experts, layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
@@ -315,7 +314,7 @@ def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
 
 
 def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(one.shape.sizes[axis] == getattr(rule.mesh, axis) for axis in (*SEARCHED, *EXPERT_AXES))
+    same = all(size == getattr(rule.mesh, axis) for axis, size in one.shape.sizes.items())
     return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 

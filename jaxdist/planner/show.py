@@ -50,6 +50,7 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield from _section("memory of a device", _memory(plan["memory"]))
     yield from _section("communication of a step, each device", _communication(plan["collectives"]))
     yield from _section("experts", _experts(plan["experts"]))
+    yield from _section("attention over a split sequence", _context(plan["context"]))
     yield from _section("pipeline", _pipeline(plan["pipeline"]))
     yield from _section("time of a step", _time(plan))
     yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
@@ -165,8 +166,23 @@ def _experts(experts: Json) -> Iterator[RenderableType]:
         return
     yield Text(f"{own}, shared out by {experts['parts']} devices; exchanged by {experts['exchange']}")
     yield Text(f"assumed: {experts['assumption']} (--expert-load)")
+    yield from _exchanged(experts["exchanged"])
+
+
+def _context(context: Json) -> Iterator[RenderableType]:
+    """Yields which form attention takes and why, who has most to do, and the bytes of a step."""
+    if not context:
+        return
+    for line in context["why"]:
+        yield Text(line)
+    if (most := context["busiest"]) > 1:
+        yield Text(f"the last part sees the most keys: {most:.3g} x the mean of attention's work")
+    yield from _exchanged(context["exchanged"])
+
+
+def _exchanged(exchanged: Sequence[Json]) -> Iterator[RenderableType]:
     table = new_table("what", "kind", "axis", ">sent GB", ">in the open", headed=True)
-    for one in experts["exchanged"]:
+    for one in exchanged:
         seconds = time_text(one["seconds"]) if one["seconds"] else ""
         table.add_row(one["what"], one["kind"], one["axis"], f"{one['wire_bytes'] / 1e9:.3g}", seconds)
     if table.row_count:

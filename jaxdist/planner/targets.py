@@ -169,14 +169,19 @@ def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
     return min(map(target.group_link, groups), key=lambda link: link.bytes_per_s)
 
 
-def validate_for(run: RunConfig, target: Target) -> tuple[MeshShape, Rules, ModelSpec]:
+def validate_for(
+    run: RunConfig, target: Target, spec: ModelSpec | None = None
+) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validation.validate_on` of a run, without its data, for a target's devices.
+
+    Args:
+      spec: of the run's model, if it is known.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
     """
     slices = target.num_slices if target.platform == "tpu" else None
-    return validation.validate_on(run, target.num_devices, slices, with_data=False)
+    return validation.validate_on(run, target.num_devices, slices, with_data=False, spec=spec)
 
 
 # --- Parsing -------------------------------------------------------------------------------------

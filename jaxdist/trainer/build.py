@@ -15,7 +15,7 @@ from jaxdist.data.loader import Loader
 from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.ops import context_attention
+from jaxdist.ops import context_costs
 from jaxdist.optim import schedules
 from jaxdist.parallel import execution
 from jaxdist.parallel.mesh import MeshShape
@@ -188,14 +188,20 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     return [*lines, *context_lines(run, built.rules), *chosen]
 
 
-def context_lines(run: RunConfig, rules: Rules) -> list[str]:
-    """Returns the line that says how attention sees sequences that devices share out; none else."""
+def attention_sizes(run: RunConfig) -> context_costs.Sizes | None:
+    """Returns the sizes of a model's attention over whole sequences; None where they are not known."""
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, kv_heads, size = (getattr(run.model_config, name, None) for name in names)
     if not (heads and kv_heads and size and run.data.is_text):
-        return []
+        return None
     itemsize = jnp.dtype(run.precision.compute).itemsize
-    return context_attention.explain(rules, run.batch.sequence_length, heads, kv_heads, size, itemsize)
+    return context_costs.Sizes(run.batch.sequence_length, heads, kv_heads, size, itemsize)
+
+
+def context_lines(run: RunConfig, rules: Rules) -> list[str]:
+    """Returns the line that says how attention sees sequences that devices share out; none else."""
+    sizes = attention_sizes(run)
+    return context_costs.explain(rules, sizes) if sizes else []
 
 
 def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False) -> list[str]:

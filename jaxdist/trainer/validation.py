@@ -52,6 +52,7 @@ def validate_on(
     *,
     with_data: bool = True,
     build: Build | None = None,
+    spec: ModelSpec | None = None,
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
 
@@ -59,6 +60,7 @@ def validate_on(
       num_slices: of the devices; None where the hardware has none: as many as the mesh asks for.
       with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
       build: makes the model from its rngs; default: what `model.*` says.
+      spec: of the run's model, if it is known.
 
     Raises:
       ConfigError: every fault of the run, each with its cure.
@@ -76,7 +78,7 @@ def validate_on(
         faults += error.faults
     if shape is None or unbuildable:
         raise ConfigError(faults)
-    spec = run_build.model_spec(run, build)
+    spec = spec or run_build.model_spec(run, build)
     if spec.parameter_count >= LARGEST:
         raise ConfigError([*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"])
     faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]

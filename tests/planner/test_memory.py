@@ -185,6 +185,8 @@ MIXTRAL = {  # 8x7B, in the batch of llama3_8b
     f"model.{name}": size
     for name, size in {"vocab_size": 32_000, "num_experts": 8, "experts_per_token": 2}.items()
 }
+LONG = {"batch.sequence_length": 32_768, "batch.global_size": 16, "mesh.context": 4, "mesh.fsdp": 16}
+LONGER = LONG | {"batch.sequence_length": 131_072, "batch.global_size": 4, "mesh.context": 16, "mesh.fsdp": 4}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -216,6 +218,25 @@ PEAKS = [
     ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 8, "mesh.expert": 8}, 20_013_830_464),
     ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 8, "mesh.expert": 8}, 17_979_464_032),
     ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 16, "mesh.expert": 4}, 19_918_202_720),
+    # With context, 2026-11-23.
+    ("llama3_8b", "v5p:4x4x4", LONG, 14_855_091_392),
+    ("llama3_8b", "v5p:4x4x4", LONG | {"context.attention": "ring"}, 14_979_591_360),
+    ("llama3_8b", "v5p:4x4x4", LONG | {"remat.policy": "dots"}, 36_858_361_024),
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        LONG | {"remat.policy": "dots", "context.attention": "gather"},
+        36_836_116_160,
+    ),
+    ("llama3_8b", "v5p:4x4x4", LONGER, 40_622_841_536),
+    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "gather"}, 41_225_729_728),
+    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 40_910_613_696),
+    (
+        "llama3_8b",
+        "v5e:16x16",
+        LONG | {"mesh.context": 8, "mesh.fsdp": 32, "batch.global_size": 32},
+        8_801_690_112,
+    ),
 ]
 
 
