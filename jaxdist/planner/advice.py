@@ -14,7 +14,7 @@ from typing import Any
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import memory, targets
+from jaxdist.planner import context, memory, targets
 from jaxdist.planner.targets import Target
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
@@ -139,6 +139,7 @@ def _candidates(
     chunk = run.model.get("loss_chunk")
     if chunk is not None and (chunk == 0 or chunk > 256):
         yield "model.loss_chunk=256", "same losses; smaller products in the loss"
+    yield from _split_sequences(run, shape, best)
     for axis in reversed(axes.TABLE):  # what splits least of the program first
         larger = [n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to]
         if override := best([f"mesh.{axis.name}={n} mesh.fsdp=-1 mesh.data=1" for n in larger]):
@@ -164,6 +165,21 @@ def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str
     elif override := best([f"batch.accumulation={parts * n}" for n in factors]):
         factor = int(override.partition("=")[2]) // parts
         yield override, f"same losses; weights are gathered {factor} x as often, products are smaller"
+
+
+def _split_sequences(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
+    """Yields a larger `mesh.context` where a device has one sequence at a time, so that parts cannot help."""
+    flow, parts, own = build.num_microbatches(run, shape), run.batch.accumulation, shape.sizes[context.AXIS]
+    if flow > 1 or run.batch.global_size != parts * shape.batch_shards:
+        return
+    sizes = [n for n in context.sizes_to_try(run, shape.num_devices) if n > own and n % own == 0]
+    if override := best(
+        [f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // own}" for n in sizes]
+    ):
+        yield (
+            override,
+            "same losses; attention sends queries, keys and values in every layer, so within fast links only",
+        )
 
 
 def _stronger_remat(run: RunConfig, staged: bool) -> Iterator[tuple[str, str]]:

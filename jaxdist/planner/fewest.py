@@ -1,7 +1,7 @@
 """The smallest machine of a family that a run fits: sizes and ZeRO stages by arithmetic, the best compiled.
 
 The global batch and the numerics stay; the axes other than data and fsdp, too. Where a size does not hold
-the batch at once, it is cut into accumulation steps.
+the batch at once, it is cut into accumulation steps, and where it does not hold a sequence, that is split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
-from jaxdist.planner import memory, targets
+from jaxdist.planner import context, layouts, memory, targets
 from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
@@ -34,6 +34,7 @@ class Row:
     target: Target
     zero: int
     peak_bytes: int  # by arithmetic
+    state_bytes: int  # of it, whatever the batch
     capacity_bytes: int
     plan: Plan | None = None  # compiled
 
@@ -46,6 +47,7 @@ class Row:
         """What it sets, as on the command line."""
         mesh, parts = self.run.mesh, self.run.batch.accumulation
         words = [f"mesh.data={mesh.data}", f"mesh.fsdp={mesh.fsdp}", f"mesh.zero={mesh.zero}"]
+        words += [f"mesh.context={mesh.context}"] * (mesh.context > 1)
         return [*words, f"batch.accumulation={parts}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
         else:
             mesh = replace(run.mesh, data=-1, fsdp=1, zero=3)
         try:
-            yield _row(replace(run, mesh=mesh), target, zero)
+            yield _split(replace(run, mesh=mesh), target, zero)
             found = True
         except ConfigError as refusal:
             error = refusal
@@ -191,17 +193,48 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
         raise error
 
 
-def _row(run: RunConfig, target: Target, zero: int) -> Row:
-    """Returns the row with the least accumulation that fits by arithmetic, or else with the most."""
+def _split(run: RunConfig, target: Target, zero: int) -> Row:
+    """Returns the row with the fewest devices to a sequence that fits by arithmetic, or else the smallest.
+
+    Raises:
+      ConfigError: none is legal.
+    """
+    rows, error = list[Row](), ConfigError(f"{target.text}: no layout")
+    own = max(run.mesh.context, 1)
+    for size in context.sizes_to_try(run, target.num_devices):
+        if size < own:
+            continue
+        try:
+            split = replace(run, mesh=replace(run.mesh, context=size))
+            rows.append(_row(split, target, zero, proposed=size > own))
+        except ConfigError as refusal:  # of too few sequences for so many devices, perhaps
+            error = refusal if size == own else error
+            continue
+        # A split sequence has fewer activations, and more state, as fsdp has fewer devices.
+        if rows[-1].fits or rows[-1].state_bytes > rows[-1].capacity_bytes:
+            break
+    if not rows:
+        raise error
+    return min(rows, key=lambda row: (not row.fits, row.peak_bytes))
+
+
+def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -> Row:
+    """Returns the row with the least accumulation that fits by arithmetic, or else with the most.
+
+    Args:
+      proposed: the mesh is not the config's, so its axes keep to fast links.
+    """
     most, best = capacity(target) or 0, None
     run = replace(run, batch=replace(run.batch, accumulation=1))
     shape, rules, spec = targets.validate_for(run, target)
+    if proposed and (slow := next(layouts.slow_axes(target, shape), None)):
+        raise ConfigError(f"{target.text}: {slow}")
     for parts in divisors(run.batch.global_size // shape.batch_shards):
         tried = replace(run, batch=replace(run.batch, accumulation=parts))
         components = memory.components(tried, spec, rules, target)
         peak, state = memory.accounted_peak(components), sum(components.get(name, 0) for name in memory.STATE)
         if best is None or peak < best.peak_bytes:
-            best = Row(tried, target, zero, peak, most)
+            best = Row(tried, target, zero, peak, state, most)
         # No accumulation makes the state smaller.
         if peak <= most or state > most or tried.mesh.pipeline > 1:
             break

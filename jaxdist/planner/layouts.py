@@ -156,8 +156,8 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
         tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1), pipeline=pipeline)
         try:
             shape, _, _ = validate_for(tried, target, spec)
-            if slow := [*_slow_axes(target, shape)]:
-                faults[slow[0]] += 1
+            if slow := next(slow_axes(target, shape), None):
+                faults[slow] += 1
                 continue
             legal.append((tried, shape))
         except ConfigError as refusal:
@@ -168,7 +168,7 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     return legal, dict(faults.most_common()), spec
 
 
-def _slow_axes(target: Target, shape: MeshShape) -> Iterator[str]:
+def slow_axes(target: Target, shape: MeshShape) -> Iterator[str]:
     """Yields why axes that experts or sequences are shared out over must not cross what they cross."""
     for axis in (experts.AXIS, context.AXIS):
         link = target.axis_link(shape, axis)

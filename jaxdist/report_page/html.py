@@ -46,6 +46,7 @@ def render(runs: Sequence[RunSummary]) -> str:
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
         f"{_figures(runs)}{_charts(runs)}{_experts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_each(runs, 'Split sequences', _split_sequences)}"
         f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
@@ -284,6 +285,11 @@ def _pipeline(run: RunSummary) -> str:
     return f'<div class="card scroll"><img alt="timeline" src="data:image/svg+xml;base64,{data}"></div>'
 
 
+def _split_sequences(run: RunSummary) -> str:
+    """Returns how attention is computed over sequences that devices share out, and why."""
+    return _text("\n".join(map(_brief, run.info.get("split_sequences", []))))
+
+
 def _ops(run: RunSummary) -> str:
     head = ["op", "share", "ms", "count"]
     shown = ((op["op"], op["share"], op["seconds"], op["count"]) for op in run.ops[:15])
@@ -307,7 +313,7 @@ def _config(runs: Sequence[RunSummary]) -> str:
 
 
 def _info(runs: Sequence[RunSummary]) -> str:
-    elsewhere = ("sharding", "timeline_svg")
+    elsewhere = ("sharding", "timeline_svg", "split_sequences")
     infos = [{key: run.info[key] for key in run.info if key not in elsewhere} for run in runs]
     rows = _side_by_side([schema.flatten(info) for info in infos])
     return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))

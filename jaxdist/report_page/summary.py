@@ -101,7 +101,9 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
 
 
 # Fields that the page reads, with their kinds; of others it shows whatever they hold.
-_INFO: Mapping[str, Any] = {"mesh": dict, "sharding": list, "device_kind": str, "timeline_svg": str}
+_INFO: Mapping[str, Any] = {
+    "mesh": dict, "sharding": list, "device_kind": str, "timeline_svg": str, "split_sequences": list,
+}  # fmt: skip
 _OP: Mapping[str, Any] = {"op": str, "share": int | float, "seconds": int | float, "count": int}
 
 

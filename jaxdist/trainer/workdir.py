@@ -35,6 +35,7 @@ from jaxdist.trainer.build import (
     active_parameters,
     active_share,
     batch_shapes,
+    context_lines,
     placements,
     targets_per_sample,
     unit,
@@ -235,6 +236,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
     devices = built.mesh.devices
+    split = context_lines(run, built.rules)  # how attention sees sequences that devices share out
     return {
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"jaxdist": jaxdist.__version__, "python": platform.python_version()},
@@ -263,7 +265,7 @@ def describe_run(
             }
             for placed in placements(run, spec, built.rules)
         ],
-    }
+    } | ({"split_sequences": split} if split else {})
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:

@@ -93,6 +93,17 @@ def test_weaker_remat_and_pipelines_have_their_own_edits():
     assert "pipeline.remat=full" in found and "remat.policy=dots" not in found
 
 
+def test_a_sequence_too_long_for_a_device_is_split_and_a_shared_residual_stream_saves_more():
+    long = {"batch.sequence_length": 131_072, "mesh.fsdp": 64}
+    found = {edit.words: edit for edit in advised("llama3_8b", "v5p:4x4x4", **long)[3]}
+    (split,) = (edit for words, edit in found.items() if "mesh.context=" in words)
+    assert "batch.accumulation=" in split.words and split.saves_bytes > 10 * 2**30
+    assert "mesh.context" not in " ".join(e.words for e in advised("llama3_8b", "v5e:4x4")[3])  # 4 each
+    tensor = {"mesh.fsdp": 16, "mesh.tensor": 4, "remat.policy": "full"}
+    first, *_ = advised("llama3_8b", "v5p:4x4x4", **tensor)[3]
+    assert first.words == "--config.mesh.sequence_parallel=true" and first.saves_bytes > 0
+
+
 def test_check_compiles_in_order_until_one_fits(large):
     run, _, _, found = large
     asked = []

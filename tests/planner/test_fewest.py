@@ -78,6 +78,38 @@ def test_a_batch_is_cut_into_all_parts_that_its_shards_allow():
     assert row.fits and row.run.batch.accumulation == 3  # of 3 samples a device; 2 parts are none
 
 
+def rows_of(run, on):
+    return {row.zero: row for row in fewest._rows(run, targets.parse(on))}
+
+
+def test_a_sequence_that_no_device_holds_is_split():
+    long = {"batch.global_size": 4, "batch.sequence_length": 131_072, "batch.accumulation": 1}
+    found = rows_of(run_of("llama3_8b", **long), "v5p:2x2x4")
+    assert found[3].fits and found[3].run.mesh.context == 4  # 4 sequences on 16 devices
+    assert "mesh.context=4" in found[3].overrides()
+    longer = long | {"batch.sequence_length": 1_048_576, "batch.global_size": 64}
+    assert rows_of(run_of("llama3_8b", **longer), "v5p:4x4x4")[3].run.mesh.context > 1
+    short = rows_of(run_of("llama3_8b"), "v5p:4x4x4")[3]
+    assert short.fits and short.run.mesh.context == 1 and "context" not in " ".join(short.overrides())
+
+
+def test_machines_for_a_model_with_experts(monkeypatch):
+    asked = []
+
+    def compiled(run, target, **options):
+        asked.append((target.text, dict(targets.validate_for(run, target)[0].sizes)))
+        return replace(plan_by_arithmetic(run, target), fits=True, peak_bytes=1)
+
+    monkeypatch.setattr(fewest, "make_plan", compiled)
+    run = run_of("mixtral_8x7b", **{"mesh.expert": 4, "batch.global_size": 64})
+    found = fewest.fewest(run, "h100")
+    assert set(found.illegal) == {"h100:1x1", "h100:1x2"}  # fewer than the devices of the axis
+    assert found.best and {sizes["expert"] for _, sizes in asked} == {4}
+    peaks = {row.target.text: row.peak_bytes for row in found.rows if row.zero == 3}
+    assert list(peaks) == ["h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8"]  # 47 B x 12 bytes over 80 GB each
+    assert found.best.target.text == "h100:2x8" and sorted(peaks.values(), reverse=True) == [*peaks.values()]
+
+
 def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
     asked = []
 

@@ -256,6 +256,15 @@ def test_reading_a_run_tolerates_torn_files(tmp_path):
     assert Page(html.render([run])).count("h1") == 1
 
 
+def test_the_form_of_attention_over_split_sequences_is_said_with_its_reason(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    assert "Split sequences" not in html.render([summary.read_run(workdir)])
+    line = "context 4: attention by heads: 32 heads divide by 4; heads sends <b>125.8 MB"
+    (workdir / "run.json").write_text(json.dumps({"split_sequences": [line, 3]}))
+    page = html.render([summary.read_run(workdir)])
+    assert "<h2>Split sequences</h2>" in page and line.replace("<", "&lt;").replace(">", "&gt;") in page
+
+
 def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
     workdir = make_run(tmp_path / "run")
     (workdir / "metrics.jsonl").open("a").write('[]\n{"step": null}\n{"loss": 1e999, "step": 61}\n')
