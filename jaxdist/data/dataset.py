@@ -13,10 +13,11 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.config.schema import faults as config_faults
-from jaxdist.data import arrays, chat, packing, sliding, token_cache, token_files, tokenizer, tokenizer_config
-from jaxdist.data.packing import Batch
+from jaxdist.data import arrays, chat, sliding, splits, token_cache, token_files, tokenizer, tokenizer_config
+from jaxdist.data.packing import Batch, PackedDocuments
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import Corpus, DataConfig, open_corpus, sources_of
+from jaxdist.data.splits import DatasetSplit
 from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
@@ -29,22 +30,6 @@ _ALL_ROWS = slice(None)
 
 class SourceError(RuntimeError):
     """A source that failed while it was read; the text names it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DatasetSplit:
-    """The training or the held-out part of one source, cut into samples."""
-
-    name: str
-    samples: packing.Windows | packing.PackedDocuments | arrays.ArrayRows
-    num_tokens: int  # of arrays: samples
-    num_bytes: float | None = None  # of their text, UTF-8; None: unknown
-    scanned: bool = True  # whether all token ids are known to be in the vocabulary
-
-
-def array_splits(name: str, *parts: arrays.ArrayRows) -> tuple[DatasetSplit, ...]:
-    """Returns parts of a source of arrays, each of whose samples counts as one token."""
-    return tuple(DatasetSplit(name, part, part.num_rows) for part in parts)
 
 
 class Dataset:
@@ -139,8 +124,7 @@ class Dataset:
         """
         indices = np.asarray(indices, np.int64)
         if split == "train":
-            source, running = self._mixture.locate(indices)
-            rows = permute(running, self._sizes[source], self._keys[source])
+            source, rows = self._locate(indices)
         else:
             source = np.minimum(np.searchsorted(self._ends, indices, "right"), len(self._ends) - 1)
             rows = indices - np.concatenate([[0], self._ends[:-1]])[source]
@@ -157,6 +141,24 @@ class Dataset:
             if fault := _id_fault(self.name, max(int(x.max()) for x in ids), self._vocab_size):
                 raise SourceError(fault)
         return batch | {"sample": (indices & SAMPLE_MASK).astype(np.int32)}
+
+    def attention_work(self, step: int, global_size: int, chunks: int = 1) -> np.ndarray | None:
+        """Returns how much attention each row of the global batch of `step` needs, [G, chunks] int64: pairs
+        of tokens of the same document, by equal chunks of the row; None where all rows need the same.
+        """
+        if not all(isinstance(samples, PackedDocuments) for samples in self._samples["train"]):
+            return None
+        source, rows = self._locate(step * global_size + np.arange(global_size))
+        work = np.empty((global_size, chunks), np.int64)
+        for number in np.unique(source):
+            mine = source == number
+            work[mine] = self._samples["train"][number].attention_work(rows[mine], chunks)
+        return work
+
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source and its row of training samples, both [B]."""
+        source, running = self._mixture.locate(indices)
+        return source, permute(running, self._sizes[source], self._keys[source])
 
 
 def _id_fault(name: str, largest: int | None, vocab_size: int | None) -> str:
@@ -231,13 +233,13 @@ def open_dataset(
         raise ConfigError(faults)
     sides = [
         (
-            _cut(config, *train, sequence_length, log),
-            _cut(config, *held, sequence_length, log, held_out=True, stride=stride),
+            splits.cut(config, *train, sequence_length, log),
+            splits.cut(config, *held, sequence_length, log, held_out=True, stride=stride),
         )
-        for train, held in _split_all(stores, config, log)
+        for train, held in splits.split_all(stores, config, log)
     ]
     fingerprints = [store.fingerprint for store in stores]
-    fingerprint = digest(sequence_length, config.packing, config.validation_share, weights, *fingerprints)
+    fingerprint = digest(sequence_length, config.cut, config.validation_share, weights, *fingerprints)
     dataset = Dataset(
         sides, weights, tokenizer=loaded, vocab_size=vocab_size, seed=seed, fingerprint=fingerprint
     )
@@ -253,7 +255,7 @@ def _open_arrays(config: DataConfig, seed: int, log: Log) -> Dataset:
     kinds = arrays.sample_shapes(config).items()
     contents = ", ".join(f"{entry} {list(dims)} {dtype}" for entry, (dims, dtype) in kinds)
     log(f"data: {name}: {train.num_rows} samples of {contents}; {held_out.num_rows} held out")
-    return Dataset([array_splits(name, train, held_out)], seed=seed, fingerprint=fingerprint)
+    return Dataset([splits.array_splits(name, train, held_out)], seed=seed, fingerprint=fingerprint)
 
 
 def sample_shapes(config: DataConfig, sequence_length: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -277,72 +279,6 @@ def _open_tokens(config: DataConfig, text: Corpus | None, encoder: Encoder | Non
         return (token_files.open_bin if config.source == "bin" else token_files.open_megatron)(config)
     assert encoder
     return token_cache.open_tokens(text, encoder, config.cache_folder(), log)
-
-
-def _split_all(
-    stores: list[TokenStore], config: DataConfig, log: Log
-) -> Iterator[list[tuple[TokenStore, np.ndarray]]]:
-    """Yields of each source (store, chosen documents) twice: those of training and those held out."""
-    if config.validation_path:
-        yield [(store, np.ones(len(store.length), bool)) for store in stores]
-        return
-    for store in stores:
-        store, held = split(store, config.validation_share, log)
-        yield [(store, ~held), (store, held)]
-
-
-def _cut(
-    config: DataConfig,
-    store: TokenStore,
-    chosen: np.ndarray,
-    length_S: int,
-    log: Log,
-    held_out: bool = False,
-    stride: int | None = None,
-) -> DatasetSplit:
-    """Returns the chosen documents as samples."""
-    num_tokens = int(store.length[chosen].sum())
-    if store.weights:
-        longest = length_S if stride is None else int(store.length[chosen].max(initial=0))
-        num_tokens = _count_examples(store, chosen, longest, log, held_out)
-    elif not held_out and num_tokens <= length_S:
-        raise ConfigError(
-            f"data source {store.name}: {num_tokens} training tokens, but one sample needs {length_S + 1}. "
-            "Give more text, lower batch.sequence_length or data.validation_share."
-        )
-    limit = config.validation_tokens if held_out else 0
-    samples: packing.Windows | packing.PackedDocuments
-    if stride is not None:
-        packed = config.packing == "documents"
-        samples = sliding.SlidingWindows(store, chosen, length_S, stride=stride, limit=limit, packed=packed)
-    elif config.packing == "window":
-        samples = packing.Windows(store, chosen, length_S, limit=limit, partial=held_out)
-    else:
-        folder = config.cache_folder()
-        plan = packing.open_packing(store, chosen, length_S, limit=limit, folder=folder, log=log)
-        samples = packing.PackedDocuments(store, plan, length_S)
-    num_bytes = None if store.num_bytes is None else store.num_bytes[chosen].sum()
-    return DatasetSplit(store.name, samples, num_tokens, num_bytes, store.max_id is not None)
-
-
-def _count_examples(store: TokenStore, chosen: np.ndarray, length_S: int, log: Log, held_out: bool) -> int:
-    """Returns the learned tokens of the chosen examples, and says which are cut off or left out.
-    Raises ConfigError where training has none."""
-    length, learned = store.length[chosen], packing.learned_targets(store, chosen, length_S)
-    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
-    cut, empty = int((length > length_S + 1).sum()), int((learned == 0).sum())
-    log(
-        f"data: {store.name}: {len(length)} {'held-out' if held_out else 'training'} examples, "
-        f"{learned.sum()} of {length.sum()} tokens learned; {cut} longer than {length_S + 1} tokens "
-        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
-        f"{empty} left out with no learned token"
-    )
-    if not held_out and not learned.any():
-        raise ConfigError(
-            f"data source {store.name}: no example has a learned token among its first {length_S + 1}. Raise "
-            "batch.sequence_length, or give rows with an assistant's turn or a completion."
-        )
-    return int(learned.sum())
 
 
 def _open_text(config: DataConfig, log: Log) -> Corpus:
@@ -398,38 +334,3 @@ def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
             yield document.text
     if empty:
         yield from (document.text for document in corpus.documents())
-
-
-def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
-    """Returns the store and which documents are held out, [documents] bool.
-
-    Documents whose id hashes below `share` (of 256) are held out. Where that takes none or all of
-    them (a corpus of one file), each document is first cut into blocks of BLOCK_TOKENS, which are
-    then documents.
-    """
-    held = store.group < share
-    if not share or (held.any() and not held.all()):
-        return store, held
-    if store.weights:  # examples stay whole: those of the smallest hash, but not all
-        held = store.group == store.group.min(initial=255)
-        held &= len(store.group) > held.sum()
-        log(f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are held out")
-        return store, held
-    blocks = -(-store.length // token_files.BLOCK_TOKENS)
-    document, number = np.repeat(np.arange(len(blocks)), blocks), packing.count_up(blocks)
-    offset = number * token_files.BLOCK_TOKENS
-    length = np.minimum(token_files.BLOCK_TOKENS, store.length[document] - offset)
-    scale = length / np.maximum(store.length[document], 1)
-    pairs = zip(document.tolist(), number.tolist(), strict=True)
-    group = token_files.group_of(f"{d}#{n}" for d, n in pairs)
-    num_bytes = None if store.num_bytes is None else store.num_bytes[document] * scale
-    file, start = store.file[document], store.start[document] + offset
-    store = dataclasses.replace(
-        store, file=file, start=start, length=length, group=group, num_bytes=num_bytes
-    )
-    held = store.group < share
-    log(
-        f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} tokens are held "
-        f"out: {held.sum()} of {len(held)}"
-    )
-    return store, held

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxdist.data.balance import Balancer
 from jaxdist.data.dataset import Dataset
 from jaxdist.data.packing import Batch
 
@@ -83,6 +84,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         split: str = "train",
         start: int = 0,
         prefetch: int = 2,
+        balancer: Balancer | None = None,
     ):
         """Args:
         global_size: G, sequences per batch.
@@ -90,12 +92,13 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         split: "train" or "validation".
         start: first step (updates finished before it), or first held-out batch.
         prefetch: batches ready at most; 0 = read in the caller, no thread.
+        balancer: of training batches, says which row goes where; None: each stays.
 
         Raises ConfigError for validation, where nothing is held out."""
         training = split == "train"
         self._read = source.train_batch if training else source.validation_batch
         self._stop = sys.maxsize if training else source.num_validation_batches(global_size)
-        self._name, self._size = source.name, global_size
+        self._name, self._size, self.balancer = source.name, global_size, balancer
         self._placer = Placer(shardings, global_size)
         self.step = start  # of the batch that `next` returns
         self.data_wait_s = 0.0
@@ -112,7 +115,10 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
             self._ahead.append(self._thread.submit(self._make, step))
 
     def _make(self, step: int) -> DeviceBatch:
-        return self._placer(self._read(step, self._size, self._placer.rows))
+        rows = self._placer.rows
+        if self.balancer:
+            rows = self.balancer.order(step)[rows]
+        return self._placer(self._read(step, self._size, rows))
 
     def __next__(self) -> DeviceBatch:
         """Returns the next batch.

@@ -124,12 +124,12 @@ class PackingPlan(NamedTuple):
 class PackedDocuments:
     """Rows of pieces of documents (data.packing=documents): the loss stays inside a document.
 
-    A document of n tokens holds n - 1 predictions, cut into pieces of at most S, which are packed
-    into rows by best fit, longest first. `segment_ids` number a row's pieces from 1, positions
-    restart with each; slots that no piece fills have weight, segment and all else 0.
+    A document of n tokens holds n - 1 predictions, split into pieces of at most S or truncated to the
+    first, which are packed into rows by best fit, longest first. `segment_ids` number a row's pieces from
+    1, positions restart with each; slots that no piece fills have weight, segment and all else 0.
 
-    Examples (documents of a store with weights) are one piece each, cut off behind S predictions; what is
-    not learned has weight 0, and those of which nothing is learned are in no row.
+    Of examples (documents of a store with weights) what is not learned has weight 0, and pieces of which
+    nothing is learned are in no row.
     """
 
     def __init__(
@@ -173,13 +173,40 @@ class PackedDocuments:
         flat |= {"positions": positions.astype(np.int32), "weights": used.astype(np.float32)}
         return {name: values.reshape(-1, self._length_S) for name, values in flat.items()}
 
+    def attention_work(self, rows: np.ndarray, chunks: int = 1) -> np.ndarray:
+        """Returns how many pairs of tokens (a query, a key not after it) each of `chunks` equal parts of the
+        rows has within pieces, [B, chunks] int64: what attention to a piece's own tokens must compute.
+        """
+        ends, pairs = self._pairs
+        borders = np.arange(chunks + 1) * (self._length_S // chunks)
+        place = np.minimum(rows, self.num_rows)[:, None] * self._length_S + borders
+        piece = np.minimum(np.searchsorted(ends, place, "right"), len(ends) - 1)
+        inside = place - (ends[piece] - self._length[piece])
+        before = np.where(self._owner[piece] < 0, 0, inside * (inside + 1) // 2)
+        return np.diff(pairs[piece] + before)
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns of each piece its end in the stream of all rows, and the pairs of all pieces before it."""
+        pairs = np.where(self._owner < 0, 0, self._length * (self._length + 1) // 2)
+        return np.cumsum(self._length), np.cumsum(pairs) - pairs
+
 
 def open_packing(
-    store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int, folder: Path, log: Log
+    store: TokenStore,
+    chosen: np.ndarray,
+    sequence_length: int,
+    *,
+    limit: int,
+    truncate: bool,
+    folder: Path,
+    log: Log,
 ) -> PackingPlan:
     """Returns `plan_packing`, from the cache folder if it is there, else made and kept there."""
-    examples = ["examples"] if store.weights else []
-    choice = digest(chosen.tobytes(), store.start.tobytes(), store.length.tobytes(), *examples)
+    kind = ["examples"] if store.weights else []
+    if truncate != bool(store.weights):  # as it was before this could be chosen: no part of the name
+        kind.append("truncated" if truncate else "split")
+    choice = digest(chosen.tobytes(), store.start.tobytes(), store.length.tobytes(), *kind)
     key = digest(_VERSION, store.fingerprint, choice, sequence_length, limit)[:16]
     target = folder / f"packing-{key}.npz"
     with one_builder(target, log):
@@ -190,7 +217,7 @@ def open_packing(
                 return plan
         except Exception:  # absent or damaged; numpy and zipfile raise many types for that
             pass
-        plan = plan_packing(store, chosen, sequence_length, limit=limit)
+        plan = plan_packing(store, chosen, sequence_length, limit=limit, truncate=truncate)
         with atomic.replacing(target) as partial, partial.open("wb") as file:
             np.savez(file, **plan._asdict())
     return plan
@@ -215,19 +242,20 @@ def _fits(plan: PackingPlan, store: TokenStore, sequence_length: int) -> bool:
 
 
 def plan_packing(
-    store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int = 0
+    store: TokenStore, chosen: np.ndarray, sequence_length: int, *, limit: int = 0, truncate: bool = False
 ) -> PackingPlan:
     """Returns the packing of the documents `chosen` ([documents] bool).
 
     Args:
       limit: predictions at most, in the order of documents; 0 = all.
+      truncate: of a document its first S predictions alone; else the rest are pieces of their own.
     """
     predictions = np.maximum(store.length[chosen] - 1, 0)
-    if store.weights:
-        learned = learned_targets(store, chosen, sequence_length)
-        predictions = np.minimum(predictions, sequence_length) * (learned > 0)
-        if limit:  # whole examples alone
-            predictions *= np.cumsum(learned) <= limit
+    if truncate:
+        predictions = np.minimum(predictions, sequence_length)
+    owner, start = store.file[chosen], store.start[chosen]
+    if store.weights and limit:  # whole examples alone
+        predictions *= np.cumsum(count_learned(store, owner, start, predictions)) <= limit
     elif limit:
         before = np.cumsum(predictions) - predictions
         predictions = np.clip(limit - before, 0, predictions)
@@ -235,10 +263,12 @@ def plan_packing(
     document = np.repeat(np.arange(len(pieces)), pieces)
     offset = count_up(pieces) * sequence_length
     length = np.minimum(sequence_length, predictions[document] - offset)
-    row = best_fit(length, sequence_length)
-    order, first = plan_rows(row)
-    start = store.start[chosen][document] + offset
-    return PackingPlan(first, store.file[chosen][document][order], start[order], length[order])
+    owner, start = owner[document], start[document] + offset
+    if store.weights:
+        used = count_learned(store, owner, start, length) > 0
+        owner, start, length = owner[used], start[used], length[used]
+    order, first = plan_rows(best_fit(length, sequence_length))
+    return PackingPlan(first, owner[order], start[order], length[order])
 
 
 def plan_rows(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -76,6 +76,11 @@ class DataConfig:
     # what a text encodes to that spells a special token: tokens = its id, text = its characters
     special_tokens: SpecialTokens = "tokens"
     packing: Literal["window", "documents"] = "window"  # documents: the loss crosses no border
+    # documents longer than a sequence: split = the rest goes on in other rows, truncate = it is left out,
+    # auto = split, but truncate for format=chat
+    long_documents: Literal["auto", "split", "truncate"] = "auto"
+    # of packed rows to the microbatches and devices of a step; attention = so that these have equal work
+    balance: Literal["none", "attention"] = "none"
     bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of headerless .bin files (source=bin)
     # documents held out of every 256, chosen by hash of id
     validation_share: Annotated[int, Interval(ge=0, le=255)] = 13
@@ -99,6 +104,18 @@ class DataConfig:
     def is_text(self) -> bool:
         return self.source not in NOT_TEXT
 
+    @property
+    def truncates(self) -> bool:
+        """Whether of documents longer than a sequence only the begin is read."""
+        chats = self.long_documents == "auto" and self.format == "chat"
+        return self.long_documents == "truncate" or chats
+
+    @property
+    def cut(self) -> str:
+        """How documents become samples, as the data's fingerprint has it."""
+        usual = self.truncates == (self.format == "chat")  # as it was before this could be chosen
+        return self.packing if usual else f"{self.packing} {self.long_documents}"
+
     def faults(self) -> list[str]:
         """Returns one line per contradiction between the options."""
         faults = []
@@ -121,6 +138,14 @@ class DataConfig:
             faults.append(
                 f"data.packing=documents needs documents, and data.source={self.source} has none: "
                 "set data.packing=window or use data.source=megatron."
+            )
+        if self.packing == "window" and self.long_documents == "truncate":
+            faults.append(
+                "data.long_documents=truncate: windows cut nothing off; set data.packing=documents."
+            )
+        if self.packing == "window" and self.balance != "none":
+            faults.append(
+                f"data.balance={self.balance}: windows all have the same work; set data.packing=documents."
             )
         return faults + list(self._chat_faults())
 

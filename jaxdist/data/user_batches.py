@@ -14,9 +14,10 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.data import arrays
 from jaxdist.data.arrays import INDEX, ArrayRows
-from jaxdist.data.dataset import SAMPLE_MASK, Dataset, SourceError, array_splits
+from jaxdist.data.dataset import SAMPLE_MASK, Dataset, SourceError
 from jaxdist.data.iterated import Iterated, NoBatch
 from jaxdist.data.packing import Batch
+from jaxdist.data.splits import array_splits
 from jaxdist.storage.digest import digest
 
 Batches = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]

@@ -169,6 +169,10 @@ class SkippingDataset(Dataset):
         """Returns rows of the global batch after `step` updates, see Dataset."""
         return self._whole.train_batch(self.position(step), global_size, rows)
 
+    def attention_work(self, step: int, global_size: int, chunks: int = 1) -> np.ndarray | None:
+        """Returns the work of the rows of the global batch after `step` updates, see Dataset."""
+        return self._whole.attention_work(self.position(step), global_size, chunks)
+
     def reader_state(self, step: int) -> Any:
         """Returns that of the whole dataset, where `step` stands in it."""
         return self._whole.reader_state(self.position(step))

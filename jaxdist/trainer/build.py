@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, Sharding
 
 from jaxdist.data import Dataset, open_dataset, sample_shapes
+from jaxdist.data.balance import Balancer, StepGrid
 from jaxdist.data.loader import Loader
 from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
@@ -130,12 +131,32 @@ def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
     return built.batch_shardings(batch_shapes(run, run.batch.global_size))
 
 
-def open_loader(
-    run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset, split: str, start: int = 0
+def train_loader(
+    run: RunConfig, rules: Rules, shardings: Mapping[str, Sharding], dataset: Dataset, start: int
 ) -> Loader:
-    """Returns the global batches of a split on the devices, from batch `start` on; reads no file anew."""
+    """Returns the global training batches on the devices, from step `start` on; reads no file anew."""
+    size, prefetch, even = run.batch.global_size, run.data.prefetch, balancer(run, rules, dataset)
+    return Loader(
+        dataset, global_size=size, shardings=shardings, start=start, prefetch=prefetch, balancer=even
+    )
+
+
+def held_out_loader(run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset) -> Loader:
+    """Returns the held-out batches on the devices; reads no file anew."""
     size, prefetch = run.batch.global_size, run.data.prefetch
-    return Loader(dataset, global_size=size, shardings=shardings, split=split, start=start, prefetch=prefetch)
+    return Loader(dataset, global_size=size, shardings=shardings, split="validation", prefetch=prefetch)
+
+
+def balancer(run: RunConfig, rules: Rules, dataset: Dataset) -> Balancer:
+    """Returns what says where the rows of a run's batches go, and how even their attention work is."""
+    batch, heads = run.batch, getattr(run.model_config, "num_heads", None)
+    context, zigzag = 1, False  # of attention by heads too: its devices have equal work in every row
+    if heads and run.data.is_text:
+        form = context_attention.form_under(rules, (1, batch.sequence_length, heads, 1))
+        context, zigzag = form.context if form.parts > 1 else 1, form.name == "ring"
+    flow = num_microbatches(run, rules.shape)
+    grid = StepGrid(batch.accumulation, flow, rules.shape.batch_shards, context, zigzag)
+    return Balancer(dataset, batch.global_size, grid, balanced=run.data.balance == "attention")
 
 
 def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:

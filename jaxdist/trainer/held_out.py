@@ -46,7 +46,7 @@ def score_held_out(
       ConfigError: nothing is held out.
     """
     shardings = shardings or build.batch_shardings(config, built)
-    with build.open_loader(config, shardings, dataset, "validation") as batches:
+    with build.held_out_loader(config, shardings, dataset) as batches:
         return evaluate(built.evaluate, state, over(batches))
 
 

@@ -138,6 +138,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "train.loggers",
     "train.tensorboard",
     "train.max_minutes",
+    "data.balance",  # of one batch's rows, which keep their sample's randomness
     "data.cache_dir",
     "data.prefetch",
     "data.validation_tokens",
@@ -146,7 +147,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
 
 # Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own fingerprint tells.
 _NEWER = (
-    "data.special_tokens", "data.format", "data.chat_template",
+    "data.special_tokens", "data.format", "data.chat_template", "data.long_documents",
     "init.from_run", "init.optimizer", "lora.dropout",
     "model.rope_beta_slow", "model.rope_beta_fast", "model.rope_truncate", "model.rope_attention_factor",
     "model.rope_short_factor", "model.rope_long_factor",

@@ -112,6 +112,8 @@ class StepLog:
         row |= self._stragglers.row(
             number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
         )
+        if balancer := self._loader.balancer:
+            row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
         self._window = MetricsWindow(now, number, seen, self._loader.data_wait_s, waited_s)
         self.writer.write(number, row)

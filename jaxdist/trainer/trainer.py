@@ -183,7 +183,7 @@ def _describe(
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
     counts = build.counts(config, spec)
     _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
-    step = build.step_lines(config, spec, built)
+    step = [*build.step_lines(config, spec, built), *build.balancer(config, rules, dataset).lines()]
     for line in (*step, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
         _log(line)
 
@@ -311,7 +311,7 @@ class Trainer:
           Diverged: a step went wrong.
         """
         first, last, reason = self.progress.step, self.config.train.steps, ""
-        with build.open_loader(self.config, self.shardings, self.dataset, "train", first) as loader:
+        with build.train_loader(self.config, self.built.rules, self.shardings, self.dataset, first) as loader:
             self.log.begin(loader)
             for number in range(first + 1, last + 1):
                 self._enter_phase("data", number)
