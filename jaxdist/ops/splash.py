@@ -4,6 +4,7 @@ Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size. S
 jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse mask).
 """
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -104,7 +105,8 @@ def piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: 
     kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, 1, True)
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
     q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
-    out, (lse,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+    with _all_keys(options):
+        out, (lse,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
     return out.swapaxes(1, 2).astype(jnp.float32), lse.swapaxes(1, 2)
 
 
@@ -127,8 +129,14 @@ def piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options
 
     arrays = queries.q * scale, k_BSKN, v_BSKN, queries.out, queries.lse, queries.grad
     heads_first = [x.swapaxes(1, 2) for x in arrays]
-    dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in jax.vmap(one)(heads_first, segments))
+    with _all_keys(options):
+        dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in jax.vmap(one)(heads_first, segments))
     return dq * options.scale, dk, dv
+
+
+def _all_keys(options: Options):
+    """Opens a scope that tells readers of the program whether queries see all keys, or half of them."""
+    return contextlib.nullcontext() if options.causal else jax.named_scope("all_keys")
 
 
 _STATIC = (

@@ -21,14 +21,18 @@ _ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
 # Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are half filled by
-# heads of 128.
+# heads of 128. Heads of 256: published steps of long sequences on v5p leave 0.75 to 0.81 (tpu-recipes,
+# training/v5p/Llama3.1-8B-LongContext, 64k to 4M tokens).
 _ATTENTION, _ATTENTION_NARROW, _WIDE_UNITS = 0.5, 0.25, ("v6e", "tpu7x")
+_ATTENTION_WIDE_HEADS = {"v5p": 0.8}
 
 
 def attention_share(target: Target, head_dim: int) -> float:
     """Returns the share of peak that attention kernels reach."""
-    wide = target.chip is not None and target.chip.family in _WIDE_UNITS
-    return _ATTENTION_NARROW if wide and head_dim < 256 else _ATTENTION
+    family = target.chip.family if target.chip else ""
+    if head_dim < 256:
+        return _ATTENTION_NARROW if family in _WIDE_UNITS else _ATTENTION
+    return _ATTENTION_WIDE_HEADS.get(family, _ATTENTION)
 
 
 # Share of peak that products of rows with their group's kernel are assumed to reach in a Pallas kernel.
@@ -220,6 +224,7 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
 # --- attention ------------------------------------------------------------------------------------
 
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+_ALL_KEYS = "all_keys"  # scope of kernels whose queries see all keys of the call
 
 
 def kernels(module: hlo.Module) -> list[Kernel]:
@@ -241,7 +246,10 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
                 continue
             query, key, *_ = arrays
             length = key[-3] if "__cudnn$" in step.text else key[-2]  # [B, S, H, N], others [B, H, S, N]
-            forward = 2 * 2 * math.prod(query) * length / 2  # two products, half of the square
+            own = query[-3] if "__cudnn$" in step.text else query[-2]
+            # Of a part of the queries the last device's see the most: all keys but a triangle.
+            seen = 1.0 if _ALL_KEYS in step.op_name else 1 - own / length / 2
+            forward = 2 * 2 * math.prod(query) * length * seen  # two products
             kernels.append(Kernel(step.name, role, run.times, forward, query[-1]))
     split = any(kernel.role == "dq" for kernel in kernels)
     costs = _KERNEL_COST if split else _KERNEL_COST | {"dkv": _KERNEL_COST["backward"]}

@@ -1,5 +1,6 @@
 """Attention over a sequence that devices share out: every form, wherever it is called, equals one device."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -12,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError
 from jaxdist.ops import context_attention, context_costs, splash
 from jaxdist.ops.attention import attention
-from jaxdist.ops.attention_reference import Options, Part, reference_of_part, reference_pieces
+from jaxdist.ops.attention_backends import BACKENDS
+from jaxdist.ops.attention_reference import Options, Part, Pieces, reference_of_part, reference_pieces
 from jaxdist.ops.ring_attention import Queries
 from jaxdist.parallel import execution
 from support.experts import rules_and_mesh
@@ -161,6 +163,46 @@ def test_a_ring_of_an_odd_number_of_devices():
     arrays = _arrays(4, 2, length=48)
     wanted = _results(attention, arrays)
     assert _worst(_results(_sharded("ring", {"context": 3}), arrays), wanted) < 2e-6
+
+
+def _counted(counts, direction, function):
+    """Returns a function of pieces that also counts, by device, the pairs that a query sees."""
+
+    def run(queries, k, v, own_ids, ids, options):
+        q = getattr(queries, "q", queries)
+        pairs = q.shape[1] * k.shape[1]
+        if options.causal:
+            pairs = q.shape[1] * (q.shape[1] + 1) // 2
+
+        def count(device):
+            counts[direction, int(device)] = counts.get((direction, int(device)), 0) + pairs
+
+        jax.debug.callback(count, jax.lax.axis_index("context"))
+        return function(queries, k, v, own_ids, ids, options)
+
+    return run
+
+
+def test_all_devices_of_a_ring_have_equal_work(monkeypatch):
+    """In both directions, and none of it is masked: what is computed is the triangle."""
+    counts: dict = {}
+    backend = BACKENDS["reference"]
+    kinds = ("forward", "backward")
+    pieces = Pieces(*(_counted(counts, kind, getattr(backend.pieces, kind)) for kind in kinds))
+    monkeypatch.setitem(BACKENDS, "reference", dataclasses.replace(backend, pieces=pieces))
+    jax.block_until_ready(_results(_sharded("ring", {"context": 8}), _arrays(2, 1, batch=1)))
+    jax.effects_barrier()
+    for kind in kinds:
+        work = [counts[kind, device] for device in range(8)]
+        assert max(work) <= 1.01 * min(work)
+        assert sum(work) == S * (S + 1) // 2
+
+
+def test_the_last_device_of_gather_has_nearly_twice_the_mean():
+    """Blocks that the TPU kernel computes; `heads` and `ring` have equal work."""
+    kernel = splash._kernel(8192, 2, Options(1.0, True, None, None), True, 8)
+    blocks = [int((part != 0).sum()) for part in np.split(kernel.fwd_mask_info.block_mask, 8, axis=1)]
+    assert blocks == [3, 7, 11, 15, 19, 23, 27, 31]
 
 
 def _rules(form: str, **sizes):

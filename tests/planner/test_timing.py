@@ -250,6 +250,24 @@ def test_a_fused_backward_kernel_costs_less_than_two():
     assert backward.flops == 2.5 * forward.flops
 
 
+def test_queries_that_see_all_keys_cost_twice_a_triangle():
+    text = (HLO / "v5e_fsdp256.txt").read_text()
+    marked = re.sub(r'(splash_mha_fwd.*op_name=")', r"\1all_keys/", text)
+    before, after = (timing.attention_kernels(hlo.parse(one)) for one in (text, marked))
+    ratios = {(a.role, b.flops / a.flops) for a, b in zip(before, after, strict=True)}
+    assert ratios == {("forward", 2), ("dq", 1), ("dkv", 1)}
+
+
+def test_the_last_part_of_the_queries_is_charged():
+    """That of a sequence split over 2 devices sees all keys but a quarter of its rectangle."""
+    text = (HLO / "v5e_fsdp256.txt").read_text()
+    halved, count = re.subn(r"(%fusion.348 = bf16\[6,64,)2048", r"\g<1>1024", text)
+    assert count == 1  # the queries of three kernels
+    before, after = (timing.attention_kernels(hlo.parse(one)) for one in (text, halved))
+    ratios = sorted(b.flops / a.flops for a, b in zip(before, after, strict=True))
+    assert ratios == pytest.approx([0.75, 0.75, 0.75, 1])
+
+
 def test_narrow_heads_fill_half_of_wide_matrix_units():
     module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     attention = sum(k.count * k.flops for k in timing.attention_kernels(module))
