@@ -16,7 +16,7 @@ from jaxdist.data.loader import Loader
 from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.ops import context_costs
+from jaxdist.ops import context_attention, context_costs
 from jaxdist.optim import schedules
 from jaxdist.parallel import execution
 from jaxdist.parallel.mesh import MeshShape
