@@ -133,7 +133,7 @@ def _candidates(
     if sizes["data"] > 1 and run.mesh.zero:
         yield "mesh.data=1 mesh.fsdp=-1", "same losses; shards are gathered from more devices"
     if sizes["tensor"] > 1 and not run.mesh.sequence_parallel:
-        yield "mesh.sequence_parallel=true", "same losses, same bytes on the wire"
+        yield "mesh.sequence_parallel=true", "same losses; two gathers of activations more in each layer"
     yield from _smaller_parts(run, shape, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
     chunk = run.model.get("loss_chunk")

@@ -293,6 +293,8 @@ class _Model:
         x = self.tokens * self.width * self.computed / self._shards(shape)
         attention = self._attention(run, shape)
         sums_of_layer = 4 + (self._again(policy) > self._part("attention_projection"))
+        # A split residual stream is gathered again for the gradients of both parts' first kernels.
+        sums_of_layer += run.mesh.sequence_parallel and policy != "none"
         sums = sums_of_layer * self.depth / stages * ticks + 3
         reading = 3 * passes * sum(self._local(shape)) * self.computed / self.hbm
         compute = max(self._compute(policy, stages * chunks, attention), reading)
