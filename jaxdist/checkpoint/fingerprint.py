@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdist.parallel.offload import to_device
+
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes an element
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # murmur3's finalizer
 
@@ -39,6 +41,7 @@ def of(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 def array_sum(array: jax.Array) -> jax.Array:
     """Returns the uint32 sum of an array, or of one device's part; a change of one element changes it."""
+    array = to_device(array)  # optimizer state may wait on the host
     if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize == 1:
         array = array.astype(jnp.uint8)  # also what is smaller than a byte
     kind = _UINTS[array.dtype.itemsize]

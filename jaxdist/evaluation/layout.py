@@ -7,6 +7,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
@@ -29,7 +30,7 @@ def fitted(
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
 
     def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
-        fitted = dataclasses.replace(config, mesh=mesh, batch=batch)
+        fitted = dataclasses.replace(config, mesh=mesh, batch=batch, offload=OffloadConfig())
         _, rules, spec = validation.validate(fitted, devices, with_data=False, build=maker)
         return fitted, rules, spec
 

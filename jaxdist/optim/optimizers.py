@@ -53,6 +53,15 @@ def build_optimizer(
     if wrong:
         raise ConfigError(wrong)
     param_roles = roles(abstract_params, logical_names)
+    if unmatched := group_faults(config, trees.flatten_names(param_roles)):
+        raise ConfigError(unmatched)
+    return optimizer_of(config, schedule, param_roles)
+
+
+def optimizer_of(
+    config: OptimizerConfig, schedule: Schedule, param_roles: optax.Params
+) -> optax.GradientTransformation:
+    """Returns the gradient transformation of parameters with these roles, perhaps some of a model's."""
     parts = [_DIRECTIONS[config.name](config, param_roles)]
     mask = decay_mask(config, param_roles)
     if config.groups:
@@ -203,9 +212,6 @@ def _expert_by_expert(
 
 def _by_group(config: OptimizerConfig, mask: optax.Params) -> optax.GradientTransformation:
     """Returns weight decay, then a factor of the learning rate, each as a parameter's group has it."""
-    paths = trees.flatten_names(mask)
-    if unmatched := group_faults(config, paths):
-        raise ConfigError(unmatched)
 
     def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
         number = _group_of(config, trees.join(path))

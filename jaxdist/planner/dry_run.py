@@ -47,6 +47,8 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
     together = memory.accounted_peak(components)
     for name, size in (components | {"together": together}).items():
         say(f"  {name:<28} {size:>18,} bytes")
+    for line in memory.offload_lines(components):
+        say(f"  {line}")
     if chip:
         share = together / chip.capacity_bytes
         say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import remat
+from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
@@ -29,12 +30,18 @@ from jaxdist.planner.blocks import LANES, sample_tokens, trace
 from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
+from jaxdist.step.layerwise import Trained
+from jaxdist.step.update import build_update_rule
+from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
 Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
-STATE = ("parameters", "optimizer state", "moving average", "model state")  # what a checkpoint holds
+HOST_STATE = "host memory: optimizer state"  # with the moving average
+# What a checkpoint holds.
+STATE = ("parameters", "optimizer state", "moving average", "model state", HOST_STATE)
+HOST_BYTES_PER_S = 16e9  # assumed between a device and its host's memory, each way: PCIe 4 x8, 5 x4
 
 
 def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device) -> Components:
@@ -54,7 +61,23 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
 
 def accounted_peak(components: Mapping[str, int]) -> int:
     """Returns the bytes on the device that the components sum to."""
-    return sum(size for name, size in components.items() if name != HOST)
+    return sum(size for name, size in components.items() if name not in (HOST, HOST_STATE))
+
+
+def transfer_s(bytes_on_host: int) -> float:
+    """Returns the seconds in which state crosses from the host to its device and back, nothing hidden."""
+    return 2 * bytes_on_host / HOST_BYTES_PER_S
+
+
+def offload_lines(components: Mapping[str, int]) -> list[str]:
+    """Returns the line that says what an optimizer's state on the host costs; none without one."""
+    if not (waiting := components.get(HOST_STATE, 0)):
+        return []
+    return [
+        f"offload.optimizer: {waiting / GIB:.2f} GiB a device wait on the host and cross to it and back "
+        f"every step: {transfer_s(waiting):.2f} s at {HOST_BYTES_PER_S / 1e9:g} GB/s, which the step's time "
+        f"leaves out"
+    ]
 
 
 def checkpoint_bytes(run: RunConfig, spec: ModelSpec) -> int:
@@ -130,7 +153,7 @@ class _Step:
         self.run, self.rules, self.platform = run, rules, platform
         self.ordered, self.pressed = ordered, pressed
         self.cut = build.staging(run, spec, rules.shape)
-        self.spec = self.cut.staged_spec(spec) if self.cut else spec
+        self.flat, self.spec = spec, self.cut.staged_spec(spec) if self.cut else spec
         self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
         self.stored = jnp.dtype(run.precision.params).itemsize
@@ -272,6 +295,11 @@ class _Step:
         specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         pairs = zip(jax.tree.leaves(moments), places, strict=True)
+        sizes = [self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs]
+        average = [4 * self._elements(x.shape, s) for x, s in zip(jax.tree.leaves(tree), rows, strict=True)]
+        average = average if run.train.ema_decay else []
+        waiting = self._waiting(moments)
+        moved, moved_average = _split(sizes, waiting.moments), _split(average, waiting.ema)
         frozen = (
             self._elements(x.shape, self.rules.stored(names, x.shape))
             * stored_dtype(x, run.precision.params).itemsize
@@ -280,11 +308,22 @@ class _Step:
         batch = _whole_bytes(build.batch_shapes(run, run.batch.global_size))
         return {
             "parameters": self._sum(self.rules.stored, self.stored) + sum(frozen),
-            "optimizer state": sum(self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs),
-            "moving average": self._sum(self.rules.state, 4) if run.train.ema_decay else 0,
+            "optimizer state": moved[False],
+            "moving average": moved_average[False],
+            HOST_STATE: moved[True] + moved_average[True],
             "model state": _whole_bytes(self.spec.model_state),
             "batch": batch // self.rules.shape.batch_shards,
         }
+
+    def _waiting(self, moments: Any) -> Trained:
+        """Returns which moments, and which parameters' averages, wait in the host's memory."""
+        run, spec, tree = self.run, self.flat, self.spec.trainable
+        state = Trained(tree, moments, tree if run.train.ema_decay else None)
+        if not run.offload.optimizer or self.platform == "cpu":  # whose devices' memory is the host's
+            return jax.tree.map(lambda _: False, state)
+        rule = build_update_rule(run.optimizer, None, spec, run.train.ema_decay, self.spec.names, OFFLOADED)
+        assert rule.layerwise is not None
+        return rule.layerwise.waiting(state)
 
     def _sum(self, rule, itemsize: int, of: str = "") -> int:
         """Returns the bytes of all parameters whose path starts so, laid out by a rule."""
@@ -325,3 +364,11 @@ class _Step:
 def _whole_bytes(tree: Any) -> int:
     """Returns the bytes of a tree of abstract arrays, all of it on one device."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _split(sizes: Sequence[int], waiting: Any) -> dict[bool, int]:
+    """Returns the bytes that wait on the host (True), and those that do not."""
+    found = {True: 0, False: 0}
+    for size, waits in zip(sizes, jax.tree.leaves(waiting), strict=True):
+        found[waits] += size
+    return found

@@ -223,6 +223,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - batch):
         notes.append("the state is not wholly donated: old and new are held at once")
     notes += build.reduction_lines(run, plan.spec, plan.rules, forced=True)
+    notes += memory.offload_lines(plan.components)
     if not compiled.hlo:
         notes.append("these versions cannot print the program: no communication, no time")
         return replace(plan, warnings=notes)

@@ -6,6 +6,7 @@ ever made: the step is traced from shapes.
 
 import gzip
 import json
+import math
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import build_mesh
+from jaxdist.parallel.offload import HOST
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
 from jaxdist.planner.targets import Target
@@ -62,7 +64,7 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     devices = targets.devices(target)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default", UserWarning)
-        mesh, lowered = _lower(run, devices, target)
+        mesh, lowered, waiting = _lower(run, devices, target)
     notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
     mesh_ids = [device.id for device in mesh.devices.flat]
     # This file says how results are read, so entries from before it was changed are not found.
@@ -74,23 +76,26 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     cached = read_entry(path) is not None
     if not cached:
         _say(folder, f"compiling for {request['target']}")
-        entry = {"mesh_ids": mesh_ids} | _compile(lowered, request["flags"], target)
+        entry = {"mesh_ids": mesh_ids} | _compile(lowered, request["flags"], target, waiting)
         document = json.dumps(entry | {"log": read_log(folder)}).encode()
         atomic.write_bytes(path, gzip.compress(document, 4))  # another plan may write the same
     return {"entry": str(path), "cached": cached, "notes": notes}
 
 
-def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax.sharding.Mesh, Any]:
-    """Returns the mesh over these devices and the run's step lowered for it, made from shapes."""
+def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax.sharding.Mesh, Any, int]:
+    """Returns the mesh over these devices, the run's step lowered for it, made from shapes, and the bytes
+    of its state on each device's host."""
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
     batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
-    return mesh, traced.lower(lowering_platforms=(target.compiler,))
+    waiting = (x for x in jax.tree.leaves(built.abstract_state) if x.sharding.memory_kind == HOST)
+    on_host = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in waiting)
+    return mesh, traced.lower(lowering_platforms=(target.compiler,)), on_host
 
 
-def _compile(lowered: Any, flags: dict[str, Any], target: Target) -> dict[str, Any]:
+def _compile(lowered: Any, flags: dict[str, Any], target: Target, waiting: int) -> dict[str, Any]:
     """Returns sizes, program and times of a lowered step; of one that does not fit, two sizes."""
     began, cpu_began = time.monotonic(), time.process_time()
     refused: list[str] = []
@@ -108,7 +113,7 @@ def _compile(lowered: Any, flags: dict[str, Any], target: Target) -> dict[str, A
                 raise
             refused += more
     seconds = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
-    sizes = _sizes(compiled.memory_analysis(), target)
+    sizes = _sizes(compiled.memory_analysis(), target, waiting)
     return seconds | sizes | {"refused": refused, "hlo": _text(compiled)}
 
 
@@ -118,8 +123,12 @@ def _refuses(message: str, flag: str) -> bool:
     return f"option: '{flag}'" in message or fusion
 
 
-def _sizes(analysis: Any, target: Target) -> dict[str, int]:
-    """Returns bytes by name of a compiled step; its peak on the device."""
+def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
+    """Returns bytes by name of a compiled step, and its peak on the device.
+
+    Args:
+      waiting: bytes of its state on the host.
+    """
     sizes = {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES}
     bound = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
     # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below them is right: they
@@ -133,6 +142,10 @@ def _sizes(analysis: Any, target: Target) -> dict[str, int]:
         peak = min(bound, fits) if sizes["host_temp_bytes"] else peak
     elif sizes["host_temp_bytes"]:
         peak = min(peak, bound)  # XLA's for GPUs is that of the larger of the two memories
+    if waiting and not sizes["host_argument_bytes"]:  # XLA's for GPUs counts all arguments as the device's
+        for name in ("argument", "output", "alias"):
+            sizes[f"{name}_bytes"] -= waiting
+        sizes["host_argument_bytes"], peak, bound = waiting, max(peak - waiting, 0), bound - waiting
     return sizes | {"peak_bytes": peak or bound}
 
 

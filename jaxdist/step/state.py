@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxdist.parallel.offload import to_device
 from jaxdist.protocols.model_spec import Tree
 
 
@@ -20,7 +21,8 @@ class State(NamedTuple):
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:
         """The arguments of `ModelSpec.assemble` to evaluate with; a moving average stands for the weights."""
-        return self.trainable if self.ema is None else self.ema, self.model_state, self.frozen
+        weights = self.trainable if self.ema is None else jax.tree.map(to_device, self.ema)
+        return weights, self.model_state, self.frozen
 
 
 Metrics = dict[str, jax.Array]

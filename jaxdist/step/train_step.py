@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import execution, placement
+from jaxdist.parallel.offload import HOST, to_device
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage_params import StageParams
@@ -34,6 +35,7 @@ from jaxdist.step.gradients import (
     names_of,
     sum_gradients,
 )
+from jaxdist.step.layerwise import Trained
 from jaxdist.step.reduction import Reduce
 from jaxdist.step.state import Metrics, OptState, State
 from jaxdist.step.update import UpdateRule, apply_stats, build_update_rule
@@ -53,6 +55,7 @@ class StepConfig:
     reduce_over_replicas: Reduce = "auto"  # mesh.reduce
     remat: str = "dots"
     ema_decay: float = 0.0
+    moments_in: str | None = None  # memory kind where optimizer state waits; None: it stays on the device
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
     max_traces: int | None = None  # times that `step` may be traced, where one shape is expected; None: any
 
@@ -122,11 +125,11 @@ def build_train_step(
     if faults := list(model_checks.faults(spec, stages=cut.stages if cut else 1)):
         raise ConfigError(faults)
     staged = cut.staged_spec(spec) if cut else spec
-    rule = build_update_rule(optimizer, schedule, spec, ema_decay=config.ema_decay, names=staged.names)
+    rule = build_update_rule(optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in)
     placement.place(staged.named_parameters(), rules)
     fresh = partial(_fresh_state, staged, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)
-    shardings = _state_shardings(staged, abstract, mesh, rules)
+    shardings = _on_host(rule, abstract, _state_shardings(staged, abstract, mesh, rules))
     gradient_of, loss_of = _build_gradients(staged, config)
     inspect = _build_inspect(spec, gradient_of, rule, mesh, rules, config, names_of(staged))
 
@@ -280,6 +283,21 @@ def _state_shardings(spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules)
     return jax.tree.map(lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P))
 
 
+def _on_host(rule: UpdateRule, abstract: State, shardings: State) -> State:
+    """Returns the shardings, those of what waits in the host's memory with its memory kind."""
+    if rule.layerwise is None:
+        return shardings
+    trees = (abstract.trainable, abstract.opt_state.optimizer, abstract.ema)
+    _, moments, ema = rule.layerwise.waiting(Trained(*trees))
+
+    def move(waits: bool, where: NamedSharding) -> NamedSharding:
+        return where.with_memory_kind(HOST) if waits else where
+
+    optimizer = jax.tree.map(move, moments, shardings.opt_state.optimizer)
+    average = None if ema is None else jax.tree.map(move, ema, shardings.ema)
+    return shardings._replace(opt_state=shardings.opt_state._replace(optimizer=optimizer), ema=average)
+
+
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:
     if cut is None:
         same = jax.tree.map(_with_sharding, abstract, shardings)
@@ -290,15 +308,48 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
     def flat_sharding(flat: jax.ShapeDtypeStruct, leaf: jax.ShapeDtypeStruct, where: NamedSharding):
         if flat.shape == leaf.shape:
             return where
-        return NamedSharding(where.mesh, P("pipeline" if whole_stages else None, *where.spec[3:]))
+        spec = P("pipeline" if whole_stages else None, *where.spec[3:])
+        return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
 
     flat = jax.tree.map(flat_sharding, shapes, abstract, shardings)
     return CheckpointViews(
-        jax.jit(cut.flat, out_shardings=flat),
-        jax.jit(cut.staged, out_shardings=shardings, donate_argnums=0),
+        _view(cut.flat, flat, donate=False),
+        _view(cut.staged, shardings, donate=True),
         jax.jit(cut.staged, out_shardings=shardings._replace(opt_state=None, ema=None)),
         jax.tree.map(_with_sharding, shapes, flat),
     )
+
+
+def _view(view: Callable[[Tree], Tree], shardings: State, *, donate: bool) -> Callable[[State], State]:
+    """Returns the compiled view; what waits in the host's memory passes the device one array at a time."""
+    places: list[NamedSharding] = jax.tree.leaves(shardings)
+    structure: Any = jax.tree.structure(shardings)
+    waiting = [i for i, where in enumerate(places) if where.memory_kind == HOST]
+    others = [i for i in range(len(places)) if i not in waiting]
+
+    def some(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
+        return structure.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
+
+    def compiled(chosen: Sequence[int]) -> Callable[[State], State]:
+        return jax.jit(
+            lambda part: view(jax.tree.map(to_device, part)),
+            out_shardings=some(places, chosen),
+            donate_argnums=0 if donate else (),
+        )
+
+    if not waiting:
+        return compiled(others)
+    programs = [(chosen, compiled(chosen)) for chosen in (others, *([i] for i in waiting))]
+
+    def viewed(state: State) -> State:
+        leaves: list[Any] = jax.tree.leaves(state)
+        for chosen, program in programs:
+            done = jax.tree.leaves(program(some(leaves, chosen)))
+            for i, x in zip(chosen, done, strict=True):
+                leaves[i] = x
+        return structure.unflatten(leaves)
+
+    return viewed
 
 
 def _with_sharding(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import optax
 
 from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.optim.optimizers import build_optimizer
+from jaxdist.optim.optimizers import build_optimizer, optimizer_of
+from jaxdist.optim.roles import roles
 from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
@@ -17,6 +19,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.gradients import Sums
+from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_parts
 from jaxdist.step.state import Metrics, OptState, State
 
 _MOST_NUMBERS = 1 << 16  # of stats that metrics have whole, too: 256 layers with 256 experts
@@ -34,19 +37,16 @@ class UpdateRule:
     ema_decay: float  # of the moving average of weights; 0 = none
     names: Tree  # logical names of the trained parameters, as the step holds them
     stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
+    layerwise: LayerwiseUpdate | None = None  # for moments in the host's memory
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         """Returns the state after one update by summed gradients, unchanged if they are not finite."""
         count, loss = sums.loss.count, sums.loss
         norm = optax.tree.norm(sums.gradients) / count
-        updates, rate, moments = self._updates(state, sums, norm)
-        trainable = optax.apply_updates(state.trainable, updates)
-        decay = self.ema_decay
-        ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable) if decay else None
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-        trainable = where_finite(good, trainable, state.trainable)
-        good = after_params_updated(good, trainable) if execution.current().mesh else good
+        update = self._update_whole if self.layerwise is None else self._update_by_layer
+        (trainable, moments, ema), rate, good = update(state, sums, norm, good)
         metrics = {
             "loss": loss.sum / count,
             "grad_norm": norm,
@@ -61,46 +61,100 @@ class UpdateRule:
             trainable,
             state.frozen,
             where_finite(good, sums.model_state, state.model_state),
-            OptState(where_finite(good, moments, state.opt_state.optimizer), skipped),
-            where_finite(good, ema, state.ema),
+            OptState(moments, skipped),
+            ema,
         )
         return after, metrics
 
-    def _updates(self, state: State, sums: Sums, norm: jax.Array) -> tuple[Tree, jax.Array | None, Tree]:
-        """Returns what to add to the parameters, the learning rate, and the optimizer's next state."""
-        count = sums.loss.count
-        scale = jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count if self.clip else 1 / count
+    def _update_whole(
+        self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
+    ) -> tuple[Trained, jax.Array | None, jax.Array]:
+        """Returns what one update leaves, the learning rate, and `good` in the order of memory."""
+        scale = self._scale(sums, norm)
         gradients = _as_state(jax.tree.map(lambda g: g * scale, sums.gradients), self.names)
         updates, moments = self.transform.update(gradients, state.opt_state.optimizer, state.trainable)
         updates = _as_state(updates, self.names)
         if self.schedule is None:
-            return updates, _stored_rate(moments), moments
-        # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
-        rate = self.schedule(state.step)
-        return jax.tree.map(lambda u: u * rate, updates), rate, moments
+            rate = _stored_rate(moments)
+        else:
+            # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
+            rate = self.schedule(state.step)
+            updates = jax.tree.map(lambda u: u * rate, updates)
+        trainable = optax.apply_updates(state.trainable, updates)
+        decay = self.ema_decay
+        ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable) if decay else None
+        trainable = where_finite(good, trainable, state.trainable)
+        good = after_params_updated(good, trainable) if execution.current().mesh else good
+        moments = where_finite(good, moments, state.opt_state.optimizer)
+        return Trained(trainable, moments, where_finite(good, ema, state.ema)), rate, good
+
+    def _update_by_layer(
+        self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
+    ) -> tuple[Trained, jax.Array | None, jax.Array]:
+        """Returns the same, of a state whose moments wait in the host's memory."""
+        assert self.layerwise is not None and self.schedule is not None
+        rate, before = (
+            self.schedule(state.step),
+            Trained(state.trainable, state.opt_state.optimizer, state.ema),
+        )
+        scalars = Scalars(self._scale(sums, norm), rate, good)
+        return self.layerwise.apply(before, _as_state(sums.gradients, self.names), scalars), rate, good
+
+    def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
+        """Returns what makes summed gradients the clipped mean."""
+        count = sums.loss.count
+        return jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count if self.clip else 1 / count
 
 
 def build_update_rule(
     optimizer: OptimizerConfig | optax.GradientTransformation,
     schedule: Schedule | None,
     spec: ModelSpec,
-    *,
     ema_decay: float,
     names: Tree,
+    moments_in: str | None = None,
 ) -> UpdateRule:
     """Returns the rule of a configured optimizer, or of one of optax, which is used as it is.
 
     Args:
       spec: with flat blocks.
       names: logical names of the trained parameters, as the step holds them.
+      moments_in: the memory kind where moments wait to be updated layer by layer; None: the device's, and
+        all are updated at once.
+
+    Raises:
+      ConfigError: moments cannot wait on the host with this optimizer.
     """
+    if moments_in and (why := offload_obstacle(optimizer)):
+        raise ConfigError(why)
     figures = getattr(spec.model_class, "stats_metrics", None)
     figures = figures if callable(figures) else None
     if not isinstance(optimizer, OptimizerConfig):
         return UpdateRule(optimizer, None, 0.0, ema_decay, names, figures)
     # The rate is applied by the step: see `UpdateRule._updates`.
-    transform = build_optimizer(optimizer, lambda _: jnp.float32(1), spec.trainable, spec.names)
-    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names, figures)
+    unit = lambda _: jnp.float32(1)  # noqa: E731
+    transform = build_optimizer(optimizer, unit, spec.trainable, spec.names)
+    layerwise = None
+    if moments_in:
+        of_part = partial(optimizer_of, optimizer, unit)
+        parts = build_parts(roles(spec.trainable, spec.names), names, of_part)
+        layerwise = LayerwiseUpdate(parts, ema_decay, moments_in)
+    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names, figures, layerwise)
+
+
+def offload_obstacle(optimizer: OptimizerConfig | optax.GradientTransformation) -> str | None:
+    """Returns why moments cannot wait in the host's memory with this optimizer; None: they can."""
+    if not isinstance(optimizer, OptimizerConfig) or optimizer.name == "given":
+        return (
+            "offload.optimizer: the optimizer is given to jaxdist.fit, which does not know whether it treats "
+            "each parameter by itself; name one of jaxdist's (optimizer.name), or leave it off"
+        )
+    if optimizer.name == "adafactor":
+        return (
+            "offload.optimizer: adafactor keeps a row and a column of each matrix, too little to gain by "
+            "moving; leave it off, or set optimizer.name=adamw"
+        )
+    return None
 
 
 def _stored_rate(moments: Tree) -> jax.Array | None:

@@ -20,6 +20,7 @@ from jaxdist.ops import context_attention, context_costs
 from jaxdist.optim import schedules
 from jaxdist.parallel import execution
 from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules, build_rules
@@ -79,6 +80,7 @@ def build_step(
         reduce_over_replicas=run.mesh.reduce,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
+        moments_in=HOST if run.offload.optimizer else None,
         staging=staging(run, spec, rules.shape),
         max_traces=max_traces,
     )

@@ -21,6 +21,7 @@ from jaxdist.optim import schedules
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
@@ -92,6 +93,7 @@ class RunConfig:
     remat: RematConfig = field(default_factory=RematConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -125,6 +127,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "remat.*",
     "pipeline.*",
     "context.*",
+    "offload.*",
     "checkpoint.*",
     "profile.*",
     "watchdog.*",

@@ -12,12 +12,14 @@ from jaxdist.models import registry
 from jaxdist.ops import context_attention
 from jaxdist.optim import optimizers
 from jaxdist.optim.config import warmup_faults
+from jaxdist.parallel import offload
 from jaxdist.parallel.mesh import MeshShape, resolve_mesh, slices_of
 from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
+from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -26,8 +28,13 @@ def validate(
     run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
-    slices = slices_of(run.mesh, devices)
-    checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
+    slices, faults = slices_of(run.mesh, devices), list(offload.device_faults(run.offload, devices[0]))
+    try:
+        checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
+    except ConfigError as error:
+        raise ConfigError([*faults, *error.faults]) from None
+    if faults:
+        raise ConfigError(faults)
     parts, stages = run.batch.accumulation * run_build.num_microbatches(run, shape), shape.sizes["pipeline"]
     options = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
     key = repr((*options, parts, stages))
@@ -139,6 +146,8 @@ def _faults(run: RunConfig) -> Iterator[str]:
     train, length = run.train, run.batch.sequence_length
     longest = getattr(run.model_config, "max_length", None)
     learned = " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
+    if run.offload.optimizer and (why := offload_obstacle(run.optimizer)):
+        yield why
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
     if not is_text(train.sample_prompt):

@@ -7,19 +7,11 @@ import pytest
 from rich.console import Console
 
 from jaxdist import plan
-from jaxdist.config import ConfigError, files
+from jaxdist.config import ConfigError
 from jaxdist.planner import fewest, memory, targets
 from jaxdist.planner import plan as plan_module
 from jaxdist.planner.plan import plan_by_arithmetic
-from jaxdist.trainer import run_config
-from support.paths import CONFIGS
-
-
-def run_of(name, **changes):
-    config = files.load(name, folders=[CONFIGS])
-    with config.ignore_type():
-        config.update_from_flattened_dict(changes)
-    return run_config.from_config(config)
+from support.runs import run_of
 
 
 def texts(family, count):

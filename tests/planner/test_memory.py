@@ -6,21 +6,13 @@ import math
 import jax
 import pytest
 
-from jaxdist.config import files
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer import build, validation
 from jaxdist.trainer.run_config import RunConfig
-from support.paths import CONFIGS
+from support.runs import run_of
 
 SMALL = {"batch.global_size": 32, "precision.compute": "bfloat16", "remat.policy": "full"}
-
-
-def run_of(name: str, **changes) -> RunConfig:
-    config = files.load(name, folders=[CONFIGS])
-    with config.ignore_type():
-        config.update_from_flattened_dict(changes)
-    return run_config.from_config(config)
 
 
 def account(run: RunConfig, on: str) -> memory.Components:
@@ -136,6 +128,22 @@ def test_offloaded_activations_are_the_hosts():
     assert memory.accounted_peak(base) - memory.accounted_peak(found) == 4 * X
 
 
+@pytest.mark.parametrize("changes", [{"mesh.fsdp": 8}, {"mesh.fsdp": 4, "mesh.pipeline": 2}])
+def test_moments_on_the_host_are_those_of_the_built_step(changes):
+    changes = SMALL | changes | {"mesh.data": 1, "train.ema_decay": 0.9, "offload.optimizer": True}
+    run = run_of("llama3_8b:tiny", **changes)
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    state = build.build_step(run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules).abstract_state
+    found = account(run, "v5e:2x4")
+    waiting = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in waiting]
+    assert found[memory.HOST_STATE] == sum(sizes) > 0.95 * 12 * spec.parameter_count / 8
+    whole = account(run_of("llama3_8b:tiny", **changes | {"offload.optimizer": False}), "v5e:2x4")
+    assert memory.accounted_peak(whole) - memory.accounted_peak(found) == sum(sizes)
+    (line,) = memory.offload_lines(found)
+    assert f"{2 * sum(sizes) / 16e9:.2f} s at 16 GB/s" in line and not memory.offload_lines(whole)
+
+
 def test_tensor_and_sequence_parallelism_split_activations():
     layout = {"mesh.fsdp": 4, "mesh.tensor": 2, "remat.policy": "save:mlp_up"}
     found = small(**layout)
@@ -187,6 +195,8 @@ MIXTRAL = {  # 8x7B, in the batch of llama3_8b
 }
 LONG = {"batch.sequence_length": 32_768, "batch.global_size": 16, "mesh.context": 4, "mesh.fsdp": 16}
 LONGER = LONG | {"batch.sequence_length": 131_072, "batch.global_size": 4, "mesh.context": 16, "mesh.fsdp": 4}
+ON_HOST = {"mesh.fsdp": 16, "mesh.data": 1, "batch.global_size": 16, "batch.sequence_length": 2048}
+ON_HOST |= {"offload.optimizer": True}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -228,6 +238,8 @@ PEAKS = [
         LONG | {"remat.policy": "dots", "context.attention": "gather"},
         36_836_116_160,
     ),
+    ("llama3_8b", "v5e:4x4", ON_HOST, 7_660_000_000),
+    ("llama3_8b", "v5e:4x4", ON_HOST | {"model.num_layers": 64}, 11_250_000_000),
     ("llama3_8b", "v5p:4x4x4", LONGER, 40_622_841_536),
     ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "gather"}, 41_225_729_728),
     ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 40_910_613_696),

@@ -59,7 +59,9 @@ class Case(NamedTuple):
         return Staging(self.config, self.model.num_layers, self.stages, period) if self.stages > 1 else None
 
 
-def build(case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZER) -> TrainStep:
+def build(
+    case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZER, moments_in: str | None = None
+) -> TrainStep:
     config = meshes.MeshConfig(
         pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
     )
@@ -67,7 +69,13 @@ def build(case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZE
     rules = sharding.build_rules(
         config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
     )
-    step = StepConfig(accumulation=case.accumulation, compute=case.compute, remat=remat, staging=case.staging)
+    step = StepConfig(
+        accumulation=case.accumulation,
+        compute=case.compute,
+        remat=remat,
+        moments_in=moments_in,
+        staging=case.staging,
+    )
     rate = build_schedule(optimizer, 1000, BATCH)
     return build_train_step(spec_of(case.model), optimizer, rate, mesh, rules, step)
 

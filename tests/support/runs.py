@@ -14,9 +14,12 @@ import numpy as np
 from jaxdist import train as train_command
 from jaxdist.checkpoint.files import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
+from jaxdist.config import files
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.telemetry.metrics import MetricRows, read_rows
-from jaxdist.trainer import cli
+from jaxdist.trainer import cli, run_config
+from jaxdist.trainer.run_config import RunConfig
+from support.paths import CONFIGS
 
 TINY = {
     "train.steps": 60,
@@ -35,6 +38,14 @@ TINY = {
     "checkpoint.every_steps": 7,
     "checkpoint.keep_last": 3,
 }
+
+
+def run_of(name: str, **changes) -> RunConfig:
+    """Returns a shipped config with values changed."""
+    config = files.load(name, folders=[CONFIGS])
+    with config.ignore_type():
+        config.update_from_flattened_dict(changes)
+    return run_config.from_config(config)
 
 
 def command(workdir: Path, **changes) -> list[str]:

@@ -1,0 +1,164 @@
+"""Optimizer state in the host's memory: the same numbers as on the device, layer by layer."""
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist import train as train_command
+from jaxdist.checkpoint import fingerprint, state_dict
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.parallel.offload import OffloadConfig, device_faults
+from jaxdist.planner import targets
+from jaxdist.planner.compiler import CompileOptions, compile_run
+from jaxdist.step.state import State
+from jaxdist.step.train_step import StepConfig
+from jaxdist.step.update import offload_obstacle
+from jaxdist.trainer import cli, validation
+from support import pipelines, runs
+from support.models import FSDP, MIXED, OPTIMIZER, TINY, Layout, batch_of, step_of
+
+STEPS = 5
+DEVICE, HOST = "device", "pinned_host"
+MODEL = replace(TINY, num_layers=3)
+
+
+def steps_of(layout: Layout, config: StepConfig, optimizer: OptimizerConfig = OPTIMIZER, batches=None):
+    """Returns the state and each step's metrics after some steps, as numpy arrays."""
+    built = step_of(layout, MODEL, config, optimizer)
+    state, rows = built.init(), []
+    for batch in batches or [batch_of(MODEL)] * STEPS:
+        state, metrics = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+        rows.append(jax.device_get(metrics))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2}
+    return jax.device_get(state), rows, kinds
+
+
+def assert_same(one, other) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+CASES = {
+    "fsdp": (FSDP, {}, {}),
+    "zero 1, accumulation": (FSDP._replace(zero=1), {"accumulation": 2}, {}),
+    "mixed, average": (MIXED, {"ema_decay": 0.9}, {"momentum_dtype": "bfloat16"}),
+    "muon": (MIXED, {"ema_decay": 0.9}, {"name": "muon"}),
+    "lion": (Layout(), {}, {"name": "lion"}),
+}
+
+
+@pytest.mark.parametrize("layout, config, optimizer", CASES.values(), ids=CASES)
+def test_host_equals_device_bit_for_bit(layout, config, optimizer):
+    optimizer = replace(OPTIMIZER, **optimizer)
+    on_host = steps_of(layout, StepConfig(moments_in=HOST, **config), optimizer)
+    on_device = steps_of(layout, StepConfig(moments_in=DEVICE, **config), optimizer)
+    assert (on_host[2], on_device[2]) == ({HOST}, {DEVICE})
+    assert_same(on_host[:2], on_device[:2])
+    whole, rows, _ = steps_of(layout, StepConfig(**config), optimizer)
+    losses = [[row["loss"] for row in r] for r in (on_host[1], rows)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_clock():
+    config = StepConfig(moments_in=HOST, ema_decay=0.9)
+    built = step_of(FSDP, MODEL, config)
+    good = batch_of(MODEL)
+    bad = good | {"weights": np.full_like(good["weights"], np.inf)}
+    before, _, _ = steps_of(FSDP, config, batches=[good])
+    after, rows, _ = steps_of(FSDP, config, batches=[good, bad])
+    assert not np.isfinite(rows[1]["loss"]) and rows[1]["skipped"] == 1
+    assert_same(after.opt_state.optimizer, before.opt_state.optimizer)
+    assert_same((after.trainable, after.ema), (before.trainable, before.ema))
+    assert after.step == 2
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(built.init().ema)} == {DEVICE, HOST}
+
+
+def test_evaluation_and_fingerprints_read_an_average_on_the_host():
+    built, batch = step_of(FSDP, MODEL, StepConfig(moments_in=HOST, ema_decay=0.9)), batch_of(MODEL)
+    plain = step_of(FSDP, MODEL, StepConfig(ema_decay=0.9))
+    state, other, placed = built.init(), plain.init(), jax.device_put(batch, built.batch_shardings(batch))
+    assert float(built.evaluate(state, placed)[0]) == float(plain.evaluate(other, placed)[0])
+    sums = [fingerprint.of(state_dict.to_canonical(s)) for s in (state, other)]
+    assert sums[0] == sums[1] and len(set(sums[0].values())) > 10
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model_arrays)} == {DEVICE}
+
+
+def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
+    case = pipelines.Case(
+        stages=2, chunks=2, schedule="interleaved", fsdp=2, model=replace(TINY, num_layers=7)
+    )
+    batch = pipelines.batch_for(case)
+
+    def flat_after_steps(case: pipelines.Case, moments_in: str | None) -> tuple[State, State]:
+        built = pipelines.build(case, moments_in=moments_in)
+        state = built.init()
+        for _ in range(3):
+            state, _ = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+        flat = built.views.flat(state)
+        back = built.views.staged(jax.tree.map(jnp.copy, flat))
+        assert_same(jax.device_get(back), jax.device_get(state))
+        return flat, back
+
+    flat, back = flat_after_steps(case, HOST)
+    for state in (flat, back):
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.size > 1000]
+        assert {x.sharding.memory_kind for x in moments} == {HOST}
+    on_device, _ = flat_after_steps(case, DEVICE)
+    assert_same(jax.device_get(flat), jax.device_get(on_device))
+    one, _ = flat_after_steps(case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b"), None)
+    for a, b in zip(jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
+    changes = {"mesh.fsdp": 8, "mesh.data": 1, "train.ema_decay": 0.9, "checkpoint.every_steps": 6}
+
+    def run(name: str, steps: int, offload: bool) -> dict[int, float]:
+        given = changes | {"train.steps": steps, "offload.optimizer": offload}
+        arguments = runs.command(tmp_path / name, **given)[3:]
+        assert cli.exit_code(lambda: train_command.main(arguments)) == 0, capsys.readouterr().err
+        return runs.losses(tmp_path / name)
+
+    whole = run("whole", 12, offload=True)
+    run("parts", 6, offload=True)
+    shutil.copytree(tmp_path / "parts", tmp_path / "switched")
+    assert run("parts", 12, offload=True) == whole and len(whole) == 12
+    switched = run("switched", 12, offload=False)
+    np.testing.assert_allclose(list(switched.values()), list(whole.values()), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
+    changes = {"mesh.fsdp": 16, "mesh.data": 1, "batch.global_size": 16, "batch.sequence_length": 1024}
+    changes |= {"model.d_model": 1024, "model.d_ff": 2816, "model.num_layers": 8, "model.vocab_size": 32_000}
+    compiled = {}
+    for offload in (False, True):
+        run = runs.run_of("llama3_8b", **changes, **{"offload.optimizer": offload})
+        compiled[offload] = compile_run(run, targets.parse("v5e:4x4"), CompileOptions(cache=tmp_path))
+    whole, moved = compiled[False], compiled[True]
+    parameters = validation.validate_on(run, 16, with_data=False)[2].parameter_count
+    saved = whole.argument_bytes + whole.temp_bytes - moved.argument_bytes - moved.temp_bytes
+    assert saved == pytest.approx(8 * parameters / 16, rel=0.03)
+    assert saved == pytest.approx(whole.peak_bytes - moved.peak_bytes, rel=0.03)
+    assert moved.host_argument_bytes == pytest.approx(8 * parameters / 16, rel=0.01)
+    assert (moved.host_temp_bytes, whole.host_argument_bytes) == (0, 0)
+
+
+def test_optimizers_that_gain_nothing_or_are_unknown_are_refused(capsys):
+    settings = ("offload.optimizer=true", "optimizer.name=adafactor", "optimizer.b1=2", "train.steps=5")
+    faults = runs.refused(capsys, "--config", "quickstart", *runs.overrides(*settings))
+    assert len(faults) == 2 and "adafactor keeps a row and a column of each matrix" in "".join(faults)
+    assert "does not know whether it treats each parameter by itself" in str(
+        offload_obstacle(optax.adam(1e-3))
+    )
+    device = SimpleNamespace(
+        platform="x", device_kind="y", addressable_memories=lambda: [SimpleNamespace(kind="device")]
+    )
+    (fault,) = device_faults(OffloadConfig(optimizer=True), device)
+    assert "x devices (y) have no memory of kind pinned_host, only device; leave it off" in fault
