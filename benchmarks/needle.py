@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of data and runs")
     parser.add_argument("--out", help="file of the record")
     parser.add_argument("--short-steps", type=int, default=900)
-    parser.add_argument("--long-steps", type=int, default=90)
+    parser.add_argument("--long-steps", type=int, default=60)
     parser.add_argument("--compared-steps", type=int, default=60, help="also done on one device")
     parser.add_argument("--per-depth", type=int, default=20, help="prompts at each of the eight depths")
     flags = parser.parse_args()
