@@ -5,7 +5,8 @@ with, and its step time. `peer` is MaxText (snapshot of 2026-08-22), compiled un
 jax 0.12.0.1 and libtpu 0.0.50.1, with an estimator that charged the backward kernels of attention 2.5
 forward passes, one kernel or two, at half the peak everywhere. `jaxdist.planner.timing` charges two kernels
 3.5, and on v6e a quarter of the peak: `recharged_s` is what that adds to the peer's three numbers. Both
-charge grouped products 0.8 of the peak.
+charge grouped products 0.8 of the peak. At long sequences both charge attention alike: 3.5 and 2.5, and 0.8
+of the peak with heads of 256 on v5p.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _RECIPES = "AI-Hypercomputer/tpu-recipes training/trillium/"
 _V5E_README = _MAXTEXT + "configs/tpu/v5e/README.md"
 _V5P_README = _MAXTEXT + "configs/tpu/v5p/README.md"
 _TIERS = _MAXTEXT + "docs/reference/models/tiering.md"
+_LONG = "AI-Hypercomputer/tpu-recipes training/v5p/Llama3.1-8B-LongContext"
 
 # MaxText's LIBTPU_INIT_ARGS. Left out: async_collective_fusion on v5p and v6e, which libtpu 0.0.50.1 refuses.
 _DATA_PARALLEL = {
@@ -107,6 +109,11 @@ def _scaled(layers: int, d_model: int, d_ff: int, heads: int) -> dict[str, int]:
     sizes = {"num_layers": layers, "d_model": d_model, "d_ff": d_ff}
     sizes |= {"num_heads": heads, "num_kv_heads": heads}
     return {f"model.{name}": size for name, size in sizes.items()}
+
+
+def _split(context: int, form: str = "auto") -> dict[str, Any]:
+    """Returns the overrides of Llama 3.1 over sequences that so many devices share out."""
+    return {"mesh.context": context, "context.attention": form, "model.rope_factor": 8.0}
 
 
 _32B, _64B, _128B = (
@@ -199,6 +206,25 @@ POINTS: tuple[Point, ...] = (
         flags=_V5P, model={"mesh.expert": 4}, published_s=None,
         published="no step time found; peer: dropless, fsdp 16, expert 4", source=_TIERS,
         peer=Peer(7.4, 7.6, 8.2, 25.4, 0.11),
+    ),
+    _point(
+        "llama3.1-8b-32k-v5p-128", "llama3_8b", "v5p:4x4x4", (32, 32_768), (16, 1),
+        "save:attention_residuals", model=_split(4), flags=_V5P, published_s=None,
+        published="no step time found; peer: all-gather, full remat", source=_LONG,
+        peer=Peer(6.4, 6.7, 6.7, 14.5, 0.0),
+    ),
+    _point(
+        "llama3.1-8b-128k-v5p-128", "llama3_8b", "v5p:4x4x4", (4, 131_072), (4, 1),
+        "save:attention_residuals", model=_split(16), flags=_V5P, published_s=None,
+        published="no step time found; peer: all-gather, full remat", source=_LONG,
+        peer=Peer(8.6, 8.9, 8.9, 8.6, 0.0),
+    ),
+    _point(
+        "llama3.1-8b-64k-v5p-128-ring", "llama3_8b", "v5p:4x4x4", (32, 65_536), (16, 1),
+        "save:attention_residuals", flags=_V5P,
+        model=_split(4, "ring") | {"model.num_heads": 16, "model.num_kv_heads": 4, "model.head_dim": 256},
+        published_s=10.25, published="10.25 s, 3197 tokens/s/chip; heads of 256; peer: ring", source=_LONG,
+        peer=Peer(10.5, 10.6, 11.1, 34.2, 0.0),
     ),
 )  # fmt: skip
 
