@@ -18,7 +18,7 @@ class OffloadConfig:
 def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
     """Yields that a device cannot read its host's memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if config.optimizer and HOST not in kinds:
+    if config.optimizer and kinds and HOST not in kinds:  # a described device tells none
         yield (
             f"offload.optimizer: {device.platform} devices ({device.device_kind}) have no memory of kind "
             f"{HOST}, only {', '.join(kinds)}; leave it off, or raise mesh.fsdp: each device then holds less"

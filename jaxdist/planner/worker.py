@@ -6,7 +6,6 @@ ever made: the step is traced from shapes.
 
 import gzip
 import json
-import math
 import os
 import re
 import sys
@@ -21,8 +20,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.offload import HOST
-from jaxdist.planner import targets
+from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
@@ -90,9 +88,8 @@ def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax
     built = build.build_step(run, spec, mesh, rules)
     batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
-    waiting = (x for x in jax.tree.leaves(built.abstract_state) if x.sharding.memory_kind == HOST)
-    on_host = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in waiting)
-    return mesh, traced.lower(lowering_platforms=(target.compiler,)), on_host
+    waiting = memory.components(run, spec, rules, target).get(memory.HOST_STATE, 0)
+    return mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
 
 
 def _compile(lowered: Any, flags: dict[str, Any], target: Target, waiting: int) -> dict[str, Any]:
@@ -142,7 +139,7 @@ def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
         peak = min(bound, fits) if sizes["host_temp_bytes"] else peak
     elif sizes["host_temp_bytes"]:
         peak = min(peak, bound)  # XLA's for GPUs is that of the larger of the two memories
-    if waiting and not sizes["host_argument_bytes"]:  # XLA's for GPUs counts all arguments as the device's
+    if waiting and not sizes["host_argument_bytes"]:  # described GPUs have no memory but their own
         for name in ("argument", "output", "alias"):
             sizes[f"{name}_bytes"] -= waiting
         sizes["host_argument_bytes"], peak, bound = waiting, max(peak - waiting, 0), bound - waiting
