@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--short-steps", type=int, default=900)
     parser.add_argument("--long-steps", type=int, default=60)
     parser.add_argument("--compared-steps", type=int, default=60, help="also done on one device")
-    parser.add_argument("--per-depth", type=int, default=20, help="prompts at each of the eight depths")
+    parser.add_argument("--per-depth", type=int, default=16, help="prompts at each of the eight depths")
     flags = parser.parse_args()
     folder = flags.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
