@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
+from jaxdist.ops.experts.grouped_matmul import SHARE_SLACK
 from jaxdist.parallel import remat
 from jaxdist.parallel.axes import (
     CROSSING_AXES,
@@ -254,10 +255,12 @@ class _Model:
         self.stored = jnp.dtype(run.precision.params).itemsize
         self.computed = jnp.dtype(run.precision.compute).itemsize
         self.depth, self.made = max(spec.depth, 1), Counter[str]()
+        self.by_experts = 0  # active parameters of experts
         for path, (x, names) in spec.named_parameters().items():  # made: parameters by what they compute
             name, used = path.rpartition("/")[2], math.prod(x.shape) * build.active_share(run, names)
             name = _EXPERTS if "experts" in names and name != "down" else _MADE_BY.get(name, name)
             self.made[name if path.startswith("blocks/") else ""] += round(used)
+            self.by_experts += round(used) * ("experts" in names)
         self.in_blocks = max(self.made.total() - self.made.pop("", 0), 1)
         # Kept by mesh, of which there are many layouts.
         self._once: dict[tuple[int, ...], Collection[str]] = {}
@@ -380,6 +383,9 @@ class _Model:
         most = attention.busiest if not gpu else 2.0 if attention.by_parts else 1.0
         kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached * most
         products = self.products + blocks * (padded * (1 + self._again(policy) / 3) - 1)
+        if gpu:  # a share of each expert's rows is padded; hidden rows are computed again
+            rows = 6.0 * self.by_experts + 2.0 * self.made[_EXPERTS]
+            products += (SHARE_SLACK - 1) * rows * self.tokens
         return (products + kernels) / self.target.num_devices / self.peak
 
     def _again(self, policy: str) -> float:

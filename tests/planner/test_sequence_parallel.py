@@ -28,27 +28,40 @@ def run_of(words: str) -> run_config.RunConfig:
     return run_config.from_config(config)
 
 
+# In each layer two forward sums, two backward, and the first again: the second's result nobody reads.
+PASSES = {"forward": 2 * LAYERS, "backward": 2 * LAYERS, "recomputation": LAYERS}
+# Both inputs are gathered again, as gradients of the kernels that read them need them whole.
+SPLIT = {("reduce-scatter", phase): count for phase, count in PASSES.items()} | {
+    ("all-gather", phase): 2 * LAYERS for phase in PASSES
+}
+
+
+def sums(words: str, on: str, size: int, folder) -> Counter:
+    """Returns how often a compiled step's layers move the residual stream, of so many bytes, over tensor."""
+    options = CompileOptions(cache=folder)
+    made = plan.make_plan(run_of(f"{SMALL} {words}"), targets.parse(on), options=options)
+    alike = Counter[tuple[str, str]]()
+    for one in made.collectives:
+        if one.in_loop and one.bytes == size and one.axis == "tensor":
+            assert one.what == "activations"
+            alike[one.kind, one.phase] += one.count
+    return alike
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+def test_with_context_the_same_is_moved_of_a_devices_part(tmp_path):
+    words = "mesh.sequence_parallel=true mesh.context=2"
+    assert sums(words, "v5e:2x4", STREAM // 2, tmp_path) == SPLIT
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
 def test_a_tpu_program_gathers_and_scatters_what_it_summed(tmp_path):
-    def sums(words: str) -> Counter:
-        options = CompileOptions(cache=tmp_path)
-        made = plan.make_plan(run_of(f"{SMALL} {words}"), targets.parse("v5e:2x2"), options=options)
-        alike = Counter[tuple[str, str]]()
-        for one in made.collectives:
-            if one.in_loop and one.bytes == STREAM:
-                assert (one.axis, one.what) == ("tensor", "activations")
-                alike[one.kind, one.phase] += one.count
-        return alike
-
-    whole, split = sums(""), sums("mesh.sequence_parallel=true")
-    # In each layer two forward sums, two backward, and the first again: the second's result nobody reads.
-    passes = {"forward": 2 * LAYERS, "backward": 2 * LAYERS, "recomputation": LAYERS}
-    assert whole == {("all-reduce", phase): count for phase, count in passes.items()}
-    scattered = {("reduce-scatter", phase): count for phase, count in passes.items()}
-    # Both inputs are gathered again, as gradients of the kernels that read them need them whole.
-    gathered = {("all-gather", phase): 2 * LAYERS for phase in passes}
-    assert split == scattered | gathered
+    whole = sums("", "v5e:2x2", STREAM, tmp_path)
+    split = sums("mesh.sequence_parallel=true", "v5e:2x2", STREAM, tmp_path)
+    assert whole == {("all-reduce", phase): count for phase, count in PASSES.items()}
+    assert split == SPLIT
     sent = [_sent(alike) for alike in (whole, split)]
     assert sent[1] == pytest.approx(1.1 * sent[0])
 
