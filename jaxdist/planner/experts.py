@@ -87,7 +87,9 @@ class Moment(NamedTuple):
     rows: int  # of tokens, here and in the exchange
 
 
-def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platform: str) -> Iterator[Moment]:
+def moments(
+    call: ExpertCall, tokens: int, parts: int, computed: int, *, platform: str, scattered: bool = False
+) -> Iterator[Moment]:
     """Yields the moments of which one is a layer's peak, with a load that fills no more than a round.
 
     Kernels are gathered, hidden rows computed again, and gradients made one kernel after another; where
@@ -97,6 +99,7 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
       tokens: of a device.
       parts: devices that share the experts out.
       computed: bytes of a row's element.
+      scattered: kernels' gradients are reduce-scattered over devices.
     """
     D, F, kind = call.width, call.hidden, choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else ""
     kernel = call.experts // parts * D * F
@@ -120,6 +123,9 @@ def moments(call: ExpertCall, tokens: int, parts: int, computed: int, *, platfor
     choices = call.chosen * group * D * (computed if kind else computed + 4)
     yield Moment(left, totals, fixed + hidden + choices)
     yield Moment(left, totals + made, fixed + hidden - rows * F * computed)
+    if platform == "gpu" and scattered:
+        # XLA scatters a layer's while the next is computed: out of copies, beside the loop's own buffers.
+        yield Moment(left, totals + 2 * 4 * (call.inputs + 1) * kernel, fixed + hidden)
 
 
 def rounds(load: float) -> int:

@@ -220,7 +220,10 @@ class _Step:
         """Yields what the experts' backward passes hold."""
         assert self.block.experts is not None
         parts = self.rules.shape.sizes[experts.AXIS]
-        return experts.moments(self.block.experts, self.tokens, parts, self.compute, platform=self.platform)
+        scattered = self.rules.shape.sizes["fsdp"] > 1 and self.rules.zero >= 2
+        return experts.moments(
+            self.block.experts, self.tokens, parts, self.compute, platform=self.platform, scattered=scattered
+        )
 
     def _narrow_state(self) -> int:
         """Returns the bytes by which experts' kernels and their state are padded in copies on TPU.

@@ -197,6 +197,7 @@ LONG = {"batch.sequence_length": 32_768, "batch.global_size": 16, "mesh.context"
 LONGER = LONG | {"batch.sequence_length": 131_072, "batch.global_size": 4, "mesh.context": 16, "mesh.fsdp": 4}
 ON_HOST = {"mesh.fsdp": 16, "mesh.data": 1, "batch.global_size": 16, "batch.sequence_length": 2048}
 ON_HOST |= {"offload.optimizer": True}
+SHALLOW = {"model.num_layers": 4, "batch.sequence_length": 4096, "batch.global_size": 8}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -228,6 +229,11 @@ PEAKS = [
     ("llama3_8b", "v5p:4x4x4", MIXTRAL | {"mesh.fsdp": 8, "mesh.expert": 8}, 20_013_830_464),
     ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 8, "mesh.expert": 8}, 17_979_464_032),
     ("qwen3_30b_a3b", "v5p:4x4x4", {"mesh.fsdp": 16, "mesh.expert": 4}, 19_918_202_720),
+    ("mixtral_8x7b", "h100:1x8", SHALLOW | {"mesh.fsdp": 8}, 27_609_673_080),
+    ("mixtral_8x7b", "h100:1x8", SHALLOW | {"mesh.expert": 8, "mesh.fsdp": 1}, 17_104_598_328),
+    ("mixtral_8x7b", "h100:1x8", SHALLOW | {"mesh.expert": 4, "mesh.fsdp": 2}, 21_863_650_736),
+    ("qwen3_30b_a3b", "h100:1x8", SHALLOW | {"mesh.fsdp": 8}, 13_169_427_848),
+    ("qwen3_30b_a3b", "h100:1x8", SHALLOW | {"mesh.expert": 8, "mesh.fsdp": 1}, 9_685_017_256),
     # With context, 2026-11-23.
     ("llama3_8b", "v5p:4x4x4", LONG, 14_855_091_392),
     ("llama3_8b", "v5p:4x4x4", LONG | {"context.attention": "ring"}, 14_979_591_360),
