@@ -204,7 +204,8 @@ class _Step:
                 yield sizes | more
             return
         gathered = self._gathered_once() or sum(block.weights) * self.compute
-        work = self.times * block.working
+        # With sequence parallelism a part's input is gathered, beside what it is gathered of.
+        work = self.times * block.working + self.x * (self.x_kept < self.x)
         unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
         if self.pressed:
             work -= self.times * block.largest  # one gradient over its value: none and two of them were seen

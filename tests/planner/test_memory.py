@@ -198,6 +198,7 @@ LONGER = LONG | {"batch.sequence_length": 131_072, "batch.global_size": 4, "mesh
 ON_HOST = {"mesh.fsdp": 16, "mesh.data": 1, "batch.global_size": 16, "batch.sequence_length": 2048}
 ON_HOST |= {"offload.optimizer": True}
 SHALLOW = {"model.num_layers": 4, "batch.sequence_length": 4096, "batch.global_size": 8}
+TENSOR = {"mesh.fsdp": 1, "mesh.tensor": 4, "model.num_layers": 4}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -234,7 +235,22 @@ PEAKS = [
     ("mixtral_8x7b", "h100:1x8", SHALLOW | {"mesh.expert": 4, "mesh.fsdp": 2}, 21_863_650_736),
     ("qwen3_30b_a3b", "h100:1x8", SHALLOW | {"mesh.fsdp": 8}, 13_169_427_848),
     ("qwen3_30b_a3b", "h100:1x8", SHALLOW | {"mesh.expert": 8, "mesh.fsdp": 1}, 9_685_017_256),
+    (
+        "mixtral_8x7b",
+        "v5p:2x2x1",
+        TENSOR | {"mesh.expert": 2, "mesh.tensor": 2, "model.num_layers": 2, "batch.global_size": 4},
+        18_411_439_424,
+    ),
+    # With sequence parallelism, and without.
+    ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16}, 4_040_859_840),
+    ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16, "mesh.sequence_parallel": True}, 3_758_268_096),
     # With context, 2026-11-23.
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        LONG | TENSOR | {"mesh.fsdp": 4, "batch.global_size": 4, "mesh.sequence_parallel": True},
+        3_143_616_192,
+    ),
     ("llama3_8b", "v5p:4x4x4", LONG, 14_855_091_392),
     ("llama3_8b", "v5p:4x4x4", LONG | {"context.attention": "ring"}, 14_979_591_360),
     ("llama3_8b", "v5p:4x4x4", LONG | {"remat.policy": "dots"}, 36_858_361_024),
