@@ -191,6 +191,12 @@ POINTS: tuple[Point, ...] = (
         peer=Peer(19.0, 19.7, 19.7, 41.6, 0.23),
     ),
     _point(
+        "mixtral-8x7b-v5p-128-expert", "mixtral_8x7b", "v5p:4x4x4", (768, 4096), (8, 1), "full",
+        flags=_V5P, model={"mesh.expert": 8}, published_s=None,
+        published="no step time found; peer: dropless, fsdp 64", source=_TIERS,
+        peer=Peer(19.0, 19.7, 19.7, 41.6, 0.23),
+    ),
+    _point(
         "mixtral-8x7b-v6e-256", "mixtral_8x7b", "v6e:16x16", (3072, 4096), (256, 1), _OFFLOADED,
         flags=_VMEM | _DATA_PARALLEL | _OVERLAP | _REDUCE_SCATTER_LAYOUT, published_s=None,
         published="13.48 s (later 12.61) with capacity 1.25; ours drops nothing",

@@ -29,6 +29,8 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
 from jaxdist.optim.schedules import Schedule
 
+ELEMENTWISE = ("adamw", "lion", "sgd")  # those whose updates look at each number by itself
+
 
 def build_optimizer(
     config: OptimizerConfig, schedule: Schedule, abstract_params: optax.Params, logical_names: optax.Params

@@ -114,13 +114,13 @@ def _expert_call(jaxpr) -> ExpertCall | None:
 
 
 def _expert_products(run, rules: Rules, call: ExpertCall, tokens: int, platform: str) -> int:
-    """Returns the bytes that a policy keeps for the experts' backward pass: order, and CPUs' products.
+    """Returns the bytes of the products that a policy keeps for the experts' backward pass, on CPUs.
 
     The trace is one of a CPU that has all experts.
     """
     rows, itemsize = tokens * call.chosen, jnp.dtype(run.precision.compute).itemsize
     local = platform == "cpu" and rules.shape.sizes[EXPERT_AXES[0]] == 1
-    return rows * (2 * 4 + local * call.inputs * call.hidden * itemsize)
+    return rows * local * call.inputs * call.hidden * itemsize
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):

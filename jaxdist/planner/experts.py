@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.ops.experts.exchange import FROM_EXPERTS, TO_EXPERTS
-from jaxdist.ops.experts.mixture import SLACK, choose_exchange
+from jaxdist.ops.experts.mixture import SLACK, choose_exchange, even_trips
 from jaxdist.parallel.axes import AXES, EXPERT_AXES, REST_AXIS, divisors
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
@@ -106,7 +106,7 @@ def moments(
     gathered, totals = computed * (call.inputs + 1) * kernel, 0
     rows, group, fixed = tokens * call.chosen, tokens, 0
     if kind:
-        rows = int(SLACK * rows)
+        rows = int(SLACK * rows / even_trips(SLACK * rows, call.experts // parts))
         group *= parts if kind == "gather" else 1  # tokens whose x and gradients are there
         totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
     fixed += 2 * rows * D * computed  # rows of x and of its gradient
@@ -128,9 +128,13 @@ def moments(
         yield Moment(left, totals + 2 * 4 * (call.inputs + 1) * kernel, fixed + hidden)
 
 
-def rounds(load: float) -> int:
-    """Returns how often devices go round if the fullest pair has `load` times the mean rows."""
-    return max(1, math.ceil(load / SLACK - 1e-9))
+def rounds(load: float, even: int = 1) -> int:
+    """Returns how often devices go round if the fullest pair has `load` times the mean rows.
+
+    Args:
+      even: rounds of an even load, which have `SLACK` times its rows.
+    """
+    return max(1, math.ceil(even * load / SLACK - 1e-9))
 
 
 def tokens_worth(mixture: Mixture) -> float:
@@ -143,19 +147,24 @@ def tokens_worth(mixture: Mixture) -> float:
     return moved / (EXCHANGES * mixture.chosen * SLACK * mixture.width * mixture.computed)
 
 
-_ROUNDS = re.compile(r"\beven_load_trips_1\b")  # the scope of loops that an even load leaves after one round
+# Scope of loops that an even load leaves after so many rounds.
+_ROUNDS = re.compile(r"\beven_load_trips_([1-9])\b")
 
 
 def with_load(module: hlo.Module, load: float) -> hlo.Module:
     """Returns a program whose loops of rounds go round as often as a load needs."""
-    trips = f', backend_config={{"known_trip_count":{{"n":"{rounds(load)}"}}}}'
+
+    def with_trips(step: hlo.Instruction) -> hlo.Instruction:
+        even = _ROUNDS.search(step.op_name) if step.opcode == "while" else None
+        if even is None:
+            return step
+        trips = rounds(load, int(even[1]))
+        return hlo.Instruction(
+            step.name, f'{step.text}, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+        )
+
     computations = {
-        name: {
-            step.name: hlo.Instruction(step.name, step.text + trips)
-            if step.opcode == "while" and _ROUNDS.search(step.op_name)
-            else step
-            for step in steps.values()
-        }
+        name: {step.name: with_trips(step) for step in steps.values()}
         for name, steps in module.computations.items()
     }
     return replace(module, computations=computations)

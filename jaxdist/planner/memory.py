@@ -230,9 +230,10 @@ class _Step:
         """Returns the bytes by which experts' kernels and their state are padded in copies on TPU.
 
         Where a shard's rows are half as wide as the lanes, libtpu lays it out by columns, and the layers'
-        gradients by rows; it copies the state before their loop. Narrower ones it leaves as they are.
+        gradients by rows; it copies the state before their loop. Narrower ones it leaves as they are, and
+        updates by element are made by columns (`update.narrow_kernels`).
         """
-        if self.platform != "tpu" or self.rules.zero < 3:
+        if self.platform != "tpu" or self.rules.zero < 3 or self.run.optimizer.name in optimizers.ELEMENTWISE:
             return 0
         share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
         shards = [

@@ -1,8 +1,9 @@
 """One optimizer update: clipping, rate, skipped steps and the moving average."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 
 from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.optim.optimizers import build_optimizer, optimizer_of
+from jaxdist.optim.optimizers import ELEMENTWISE, build_optimizer, optimizer_of
 from jaxdist.optim.roles import roles
 from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import execution
@@ -18,10 +19,12 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.protocols.param_names import Names
 from jaxdist.step.gradients import Sums
 from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_parts
 from jaxdist.step.state import Metrics, OptState, State
 
+_LANES = 128  # of a TPU's vector
 _MOST_NUMBERS = 1 << 16  # of stats that metrics have whole, too: 256 layers with 256 experts
 
 StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
@@ -38,9 +41,21 @@ class UpdateRule:
     names: Tree  # logical names of the trained parameters, as the step holds them
     stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
     layerwise: LayerwiseUpdate | None = None  # for moments in the host's memory
+    elementwise: bool = False  # whether the transformation looks at each number by itself
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         """Returns the state after one update by summed gradients, unchanged if they are not finite."""
+        flags = narrow_kernels(state.trainable, self.names) if self.elementwise else {}
+        paths = {path for path, flag in jax.tree_util.tree_leaves_with_path(flags) if flag}
+        if not paths:
+            return self._apply(state, sums, batch)
+        names = jax.tree.map(lambda f, own: (*own[:-2], *own[:-3:-1]) if f else own, flags, self.names)
+        # A barrier, or else XLA moves the swap behind the update.
+        state, gradients = _swapped((state, sums.gradients), paths, jax.lax.optimization_barrier)
+        after, metrics = replace(self, names=names)._apply(state, sums._replace(gradients=gradients), batch)
+        return _swapped(after, paths), metrics
+
+    def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         count, loss = sums.loss.count, sums.loss
         norm = optax.tree.norm(sums.gradients) / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
@@ -139,7 +154,9 @@ def build_update_rule(
         of_part = partial(optimizer_of, optimizer, unit)
         parts = build_parts(roles(spec.trainable, spec.names), names, of_part)
         layerwise = LayerwiseUpdate(parts, ema_decay, moments_in)
-    return UpdateRule(transform, schedule, optimizer.clip_norm, ema_decay, names, figures, layerwise)
+    elementwise = optimizer.name in ELEMENTWISE and layerwise is None
+    rest = ema_decay, names, figures, layerwise, elementwise
+    return UpdateRule(transform, schedule, optimizer.clip_norm, *rest)
 
 
 def offload_obstacle(optimizer: OptimizerConfig | optax.GradientTransformation) -> str | None:
@@ -155,6 +172,33 @@ def offload_obstacle(optimizer: OptimizerConfig | optax.GradientTransformation) 
             "moving; leave it off, or set optimizer.name=adamw"
         )
     return None
+
+
+def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
+    """Returns which parameters are updated with their last two dims swapped: experts' kernels, on TPUs.
+
+    Where fsdp leaves less than a vector's lanes of the last dim, the one before is stored in them. XLA
+    updates in the order of the dims, though, and fills up the lanes: copies of the parameter and its state.
+    """
+    now = execution.current()
+
+    def narrow(x: jax.Array, own: Names) -> bool:
+        if now.platform != "tpu" or now.mesh is None or "experts" not in own:
+            return False
+        *_, rows, lanes = now.rules.shard_dims(now.rules.state(own, x.shape), x.shape)
+        return lanes < _LANES and rows % _LANES == 0
+
+    return jax.tree.map(narrow, parameters, names)
+
+
+def _swapped(tree: Tree, paths: Collection[tuple[Any, ...]], placed: Callable = lambda x: x) -> Tree:
+    """Returns the tree with the last two dims swapped of parameters with such paths, and of their state."""
+
+    def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        own = any(path[start:] in paths for start in range(len(path)))
+        return placed(jnp.swapaxes(x, -1, -2)) if own else x
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def _stored_rate(moments: Tree) -> jax.Array | None:

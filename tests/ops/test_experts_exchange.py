@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import experts, explain, route
+from jaxdist.ops.experts import mixture as mixture_module
 from jaxdist.ops.experts.mixture import DOWN_NAMES, INPUT_NAMES
 from jaxdist.parallel import execution
 from jaxdist.telemetry import hlo
@@ -107,11 +108,11 @@ def program(name: str):
     return jax.jit(inside).lower(*placed(values, x, loads["even"])).compile(FAST_COMPILE), placed
 
 
-def check(name: str, load: str) -> None:
+def check(name: str, load: str, built=None) -> None:
     case, (values, x, loads) = (CASES | MORE)[name], arrays()
     capacity = {k: v for k, v in case.options.items() if k == "capacity_factor"}
     (loss, one), gradients = on_one_device(load, **capacity)
-    compiled, placed = program(name)
+    compiled, placed = built or program(name)
     (own_loss, out), own_gradients = jax.device_get(compiled(*placed(values, x, loads[load])))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
     assert worst((own_loss, out.x), (loss, one.x)) < VALUES
@@ -136,6 +137,22 @@ def test_every_layout_has_the_numbers_of_one_device(name, load):
 @pytest.mark.parametrize("name", MORE)
 def test_more_layouts_have_the_numbers_of_one_device(name, load):
     check(name, load)
+
+
+@pytest.mark.parametrize("name", ["expert", pytest.param("gather", marks=pytest.mark.slow)])
+def test_many_rows_take_several_rounds_and_have_the_same_numbers(name, monkeypatch):
+    monkeypatch.setattr(mixture_module, "ROWS", 16)
+    monkeypatch.setattr(mixture_module, "ROWS_OF_EXPERT", 1)
+    built = program.__wrapped__(name)
+    assert "even_load_trips_4" in built[0].as_text()
+    for load in LOADS:
+        check(name, load, built)
+
+
+def test_rounds_of_many_rows_have_enough_of_each_expert():
+    even_trips = mixture_module.even_trips
+    assert [even_trips(1.25 * rows, 1) for rows in (1, 52_428, 98_304, 10**7)] == [1, 1, 2, 4]
+    assert [even_trips(1.25 * 98_304, experts) for experts in (2, 8, 16)] == [2, 1, 1]
 
 
 # --- regions --------------------------------------------------------------------------------------

@@ -102,6 +102,12 @@ def test_names_are_those_that_the_model_gives():
         assert f"name={name}" in text, name
 
 
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_a_layer_sorts_the_rows_of_its_experts_once(policy):
+    function, state = gradients(policy, dataclasses.replace(CONFIG, num_experts=8), fsdp=4, expert=2)
+    assert str(function.trace(state).jaxpr).count("= sort[") == 1
+
+
 @pytest.mark.parametrize(
     "policy, forwards", [("full", 2), ("dots", 1), ("save:attention_residuals,mlp_up", 1), ("save:mlp_up", 2)]
 )

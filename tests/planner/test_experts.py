@@ -51,6 +51,7 @@ def test_few_devices_gather_tokens():
 
 def test_a_skewed_load_takes_more_rounds():
     assert [experts.rounds(load) for load in (1, 1.25, 1.26, 2.5, 3)] == [1, 1, 2, 2, 3]
+    assert [experts.rounds(load, 2) for load in (1, 1.25, 1.26, 2.5, 3)] == [2, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

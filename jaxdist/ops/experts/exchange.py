@@ -1,9 +1,9 @@
 """Experts that devices share out, and how rows reach them. For a device, in a region manual over the mesh.
 
 `rounds`: every pair of devices swaps C rows by an all-to-all, until the fullest pair is done. With an even
-load that is one round; a skewed one takes more, and no more memory. `gather`: every device gets all tokens of
-the group and computes what its own experts add to each, in chunks of rows; the sums are scattered. Both drop
-nothing, whatever the load is.
+load that is one round, or a few where there are many rows; a skewed one takes more, and no more memory.
+`gather`: every device gets all tokens of the group and computes what its own experts add to each, in chunks
+of rows; the sums are scattered. Both drop nothing, whatever the load is.
 
 Letters: `T` tokens of a device, `k` experts of a token, `A` = T k, `D` model, `E` experts, `n` devices that
 share them out, `e` = E / n, `C` rows of a pair in a round, `M` rows of a chunk, `R` rows allocated.
@@ -25,7 +25,6 @@ from jaxdist.parallel import execution
 
 # What the exchange's collectives are called in a compiled program: rows, and their gradients.
 TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
-_ONE_TRIP = "even_load_trips_1"  # of loops that the load ends: for the planner
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,12 @@ class Exchange:
     parts: int = 1  # its size
     split_tokens: bool = True  # whether the tokens are, too; else its devices have the same ones
     mesh_axes: tuple[str, ...] = ()
+    trips: int = 1  # rounds, or chunks, that an even load takes
+
+    @property
+    def scope(self) -> str:
+        """Of loops that the load ends: for the planner."""
+        return f"even_load_trips_{self.trips}"
 
     @property
     def own_experts(self) -> int:
@@ -172,7 +177,7 @@ def _over_chunks(add: Callable, carry, tokens_ids_Tk, order: Order, sizes, excha
     if size >= A:
         return one(0, carry), 1
     count = (ends[-1] + size - 1) // size
-    with jax.named_scope(_ONE_TRIP):
+    with jax.named_scope(exchange.scope):
         return jax.lax.fori_loop(0, count, one, carry), count
 
 
@@ -313,7 +318,7 @@ def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
         y = _swapped(y[this.ungrouped], exchange, FROM_EXPERTS)
         return _added(out, y, this.rows, this.there, weights)
 
-    with jax.named_scope(_ONE_TRIP):
+    with jax.named_scope(exchange.scope):
         out = jax.lax.fori_loop(0, routes.rounds, one, jnp.zeros(x.shape, jnp.float32))
     return out.astype(x.dtype), routes.rounds, ()
 
@@ -345,6 +350,6 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
         return Gradients(dx, total.weights_Tk + dweights, rows.kernels)
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), _zeros(kernels)
-    with jax.named_scope(_ONE_TRIP):
+    with jax.named_scope(exchange.scope):
         total = jax.lax.fori_loop(0, routes.rounds, one, Gradients(*zeros))
     return total._replace(x_TD=total.x_TD.astype(x.dtype))

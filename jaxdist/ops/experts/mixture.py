@@ -19,18 +19,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
+from jaxdist.ops.experts.dispatch import Order
 from jaxdist.ops.experts.exchange import Exchange, Tokens
 from jaxdist.ops.experts.feed_forward import Kernels
 from jaxdist.ops.experts.hidden import Activation
 from jaxdist.parallel import execution
-from jaxdist.parallel.remat import EXPERT_PRODUCTS
+from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
 from jaxdist.telemetry import flops
 
 INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
-SLACK = 1.25  # rows of a round, or of a chunk, relative to those of an even load
+SLACK = 1.25  # rows of all rounds, or chunks, that an even load takes, relative to those that it fills
+# A device with more than so many rows goes through them in several rounds, of so many of each expert or more.
+# With 8,192 a product takes 15 times as long as reading and writing the sum of a kernel's gradient (v5p).
+ROWS, ROWS_OF_EXPERT, MOST_TRIPS = 65_536, 8192, 4
 
 
 class Stats(NamedTuple):
@@ -39,7 +43,7 @@ class Stats(NamedTuple):
     load: jax.Array  # [E] choices of each expert, of counted tokens, those dropped too
     dropped: jax.Array  # choices that the capacity left no place for
     rounds: jax.Array  # of exchange, or chunks, that devices went through
-    exchanges: jax.Array  # in how many calls: rounds / exchanges is 1 for an even load
+    exchanges: jax.Array  # as many as even loads take: rounds / exchanges is 1 for an even load
 
 
 class Output(NamedTuple):
@@ -88,7 +92,7 @@ def experts(
       activation: elementwise.
       exchange: how rows reach experts that devices share out: "rounds", "gather" (few devices and many
         experts a token), or "auto", by bytes; see `explain`.
-      slack: rows of a round, or of a chunk, relative to those of an even load.
+      slack: rows of the rounds, or chunks, that an even load takes, relative to those that it fills.
       capacity_factor: an expert takes so many times the even share of every sequence's choices, its first
         ones, and drops the others; None: nothing is dropped.
       valid_BS: bool, false for tokens that no expert sees: padding. Their output is 0.
@@ -153,6 +157,15 @@ def _check(x, ids, weights, kernels: Kernels, kind: str, slack: float, capacity_
         )
 
 
+def even_trips(rows: float, experts: int) -> int:
+    """Returns in how many rounds, or chunks, a device with so many experts goes through so many rows.
+
+    Hidden rows are as large as all else in a layer, and only those of one round are in memory. More rounds
+    send no more, but each reads the kernels and adds to their gradients again.
+    """
+    return max(1, min(MOST_TRIPS, math.ceil(rows / ROWS), int(rows / (experts * ROWS_OF_EXPERT))))
+
+
 # --- placement ------------------------------------------------------------------------------------
 
 
@@ -180,7 +193,7 @@ class _Placement:
 
     @property
     def order(self) -> P:
-        """Of what each device keeps of its own order."""
+        """Of what each device keeps of its own tokens' experts and their order."""
         axis = self.static.axis
         return P((*self.token_axes, *[axis] * (axis != "" and axis not in self.token_axes)))
 
@@ -203,13 +216,14 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         gradients = used
     shards = math.prod(now.axis_size(axis) for axis in split)
     rows = x.shape[0] * x.shape[1] * k // shards
-    kind, chunk, parts = "local", rows, 1
+    kind, chunk, parts, trips = "local", rows, 1, 1
     if over:
         parts = now.axis_size(over[0])
         kind, _ = choose_exchange(options.kind, parts, k, options.slack)
         kind = kind if over[0] in split else "gather"  # the devices have the same tokens
         shared_out = kind == "gather" and over[0] in split  # the tokens of all of them are gathered
-        chunk = _rounded(options.slack * rows / (parts if kind == "rounds" else 1))
+        trips = even_trips(options.slack * rows, E // parts)
+        chunk = _rounded(options.slack * rows / trips / (parts if kind == "rounds" else 1))
         chunk = min(chunk, _rounded(rows * parts if shared_out else rows))
     static = Exchange(
         kind,
@@ -222,6 +236,7 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         parts,
         not over or over[0] in split,
         now.mesh.axis_names if now.mesh is not None else (),
+        trips,
     )
     return _Placement(tokens, used, gradients, static)
 
@@ -274,18 +289,25 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     turned = _turned(kernels)
     place = _place(x, ids.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
-    mapped = _per_device(
-        partial(_local_forward, place=place, capacity_factor=options.capacity_factor, length=x.shape[1]),
-        (rows, rows, rows, place.tokens, place.tokens, place.kernels),
-        (rows, P(), rows, place.order, place.products),
+    sort = _per_device(
+        partial(_local_order, place=place, capacity_factor=options.capacity_factor, length=x.shape[1]),
+        (rows, place.tokens, place.tokens),
+        (place.order, P()),
     )
-    gathered = _gathered(turned, options.names, x.dtype)
-    out, stats, ids, *kept = mapped(x, ids, weights, valid, counted, gathered)
-    order, products = checkpoint_name(kept, EXPERT_PRODUCTS)
-    return (out, stats), (x, ids, weights, order, products, kernels)
+    order, counts = sort(ids, valid, counted)
+    order = checkpoint_name(order, EXPERT_ORDER)
+    compute = _per_device(
+        partial(_local_forward, place=place),
+        (rows, rows, place.order, place.kernels),
+        (rows, P(), place.products),
+    )
+    out, trips, products = compute(x, weights, order, _gathered(turned, options.names, x.dtype))
+    products = checkpoint_name(products, EXPERT_PRODUCTS)
+    return (out, Stats(*counts, *trips)), (x, weights, order, products, kernels)
 
 
-def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, capacity_factor, length):
+def _local_order(ids, valid, counted, *, place, capacity_factor, length):
+    """Returns the expert of each assignment [A] and their order, and the load and what was dropped."""
     static, (B, S, k) = place.static, ids.shape
     E, flat = static.experts, partial(jnp.reshape, shape=(B * S, -1))
     ids = ids if valid is None else jnp.where(valid[..., None], ids, E)
@@ -296,29 +318,39 @@ def _local_forward(x, ids, weights, valid, counted, kernels: Kernels, *, place, 
         limited = ids if counted is None else jnp.where(counted.reshape(B, S, 1), ids, E)
         full = dispatch.over_capacity(limited, E, limit, place.sequence_axes)
         ids, dropped = jnp.where(full, E, ids), full.sum(dtype=jnp.int32)
-    sizes = dispatch.count(flat(ids), E) if capacity_factor or counted is not None else load
-    tokens = Tokens(flat(x), flat(ids), flat(weights))
-    order = exchange.order_of(tokens.ids_Tk, static)
+    counts = tuple(_sum(a.astype(jnp.float32), place.token_axes) for a in (load, dropped))
+    return (ids.reshape(-1), exchange.order_of(flat(ids), static)), counts
+
+
+def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
+    """Returns the experts' outputs, their rounds and how many an even load takes, and products to keep."""
+    static, (tokens, order) = place.static, _tokens(x, weights, order)
+    sizes = dispatch.count(tokens.ids_Tk, static.experts)
     out, rounds, products = exchange.forward(tokens, order, sizes, kernels, static)
     out = _sum(out, place.dims_axes)
-    sums = (load, dropped, jnp.int32(rounds), jnp.ones((), jnp.int32))
-    stats = Stats(*(_sum(a.astype(jnp.float32), place.token_axes) for a in sums))
-    return out.reshape(x.shape), stats, ids, order, products
+    trips = tuple(_sum(jnp.float32(a), place.token_axes) for a in (rounds, static.trips))
+    return out.reshape(x.shape), trips, products
+
+
+def _tokens(x, weights, order) -> tuple[Tokens, Order]:
+    """Returns a device's tokens and the order of their rows, of what `_local_order` returned."""
+    flat = partial(jnp.reshape, shape=(x.shape[0] * x.shape[1], -1))
+    return Tokens(flat(x), flat(order[0]), flat(weights)), order[1]
 
 
 def _backward(options: _Options, residuals, cotangents):
-    x, ids, weights, order, products, kernels = residuals
+    x, weights, order, products, kernels = residuals
     dout, _ = cotangents
     turned = _turned(kernels)
-    place = _place(x, ids.shape[2], turned, options)
+    place = _place(x, weights.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
     mapped = _per_device(
         partial(_local_backward, place=place),
-        (rows, rows, rows, rows, place.order, place.products, place.kernels),
+        (rows, rows, rows, place.order, place.products, place.kernels),
         (rows, rows, place.gradients),
     )
     gathered = _gathered(turned, options.names, x.dtype)
-    dx, dweights, gradients = mapped(x, ids, weights, dout, order, products, gathered)
+    dx, dweights, gradients = mapped(x, weights, dout, order, products, gathered)
     gradients = _turned(jax.tree.map(execution.scatter, gradients, options.names))
     gradients = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
     return dx, None, dweights, None, None, gradients
@@ -337,11 +369,11 @@ CALL = "jaxdist_experts"  # its name in a jaxpr
 flops.COSTS[CALL] = _flops
 
 
-def _local_backward(x, ids, weights, dout, order, products, kernels: Kernels, *, place: _Placement):
-    static, flat = place.static, partial(jnp.reshape, shape=(ids.shape[0] * ids.shape[1], -1))
-    tokens = Tokens(flat(x), flat(ids), flat(weights))
+def _local_backward(x, weights, dout, order, products, kernels: Kernels, *, place: _Placement):
+    static, (tokens, order) = place.static, _tokens(x, weights, order)
     sizes = dispatch.count(tokens.ids_Tk, static.experts)
-    own = exchange.backward(tokens, flat(dout), order, sizes, kernels, products, static)
+    dout = dout.reshape(tokens.x_TD.shape)
+    own = exchange.backward(tokens, dout, order, sizes, kernels, products, static)
     dx, dweights = (_sum(a, place.dims_axes) for a in (own.x_TD, own.weights_Tk))
     over = [axis for axis in place.token_axes if axis != static.axis]
     gradients = jax.tree.map(
