@@ -2,7 +2,9 @@
 
 The model gives `init_cache(B, S)` and `decode(tokens_BT, cache) -> (logits_BTV, cache)`, where
 `cache.length` [B] may be set back: what lies beyond it is never read. So prompts of unequal length
-are padded on the right. A model with a longest sequence says so as `max_length`.
+are padded on the right. A model with a longest sequence says so as `max_length`. A model may have
+`prefill(tokens_BP, empty cache) -> cache`, too, which reads long prompts as training does; then devices of
+the mesh axis `context` may share out the cache's slots, and else each of them has whole sequences.
 
 Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V vocabulary.
 """
@@ -28,6 +30,7 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 Weights = tuple[Tree, Tree, Tree]  # (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
+_LONG = 128  # tokens of a prompt from which on attention as in training pays: a tile of the TPU's kernel
 _NO_TOKEN = -1
 
 
@@ -53,12 +56,13 @@ class TokenGenerator:
     """Continues prompts with a model on a mesh.
 
     It compiles once for each bucket of sizes (powers of two of rows, prompt and answer lengths) and
-    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, kv heads
-    over tensor.
+    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, slots over
+    context, kv heads over tensor.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"):
-        rules = rules.inside(SEQUENCE_AXES)  # each device of these has whole sequences, as in the cache
+        if not hasattr(spec.model_class, "prefill"):
+            rules = rules.inside(SEQUENCE_AXES)  # each device of these has whole sequences, as in the cache
         self._mesh, self._rules, self._longest = mesh, rules, longest_text(spec)
 
         def run(*args, **sizes):
@@ -105,7 +109,8 @@ class TokenGenerator:
         samples_B = np.resize(numbers, B).astype(np.int32)
         inputs = placed((prompts_BP, lengths_B, samples_B), self._mesh, self._rules)
         scalars = np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32)
-        sizes = {"room": room, "capacity": min(width + room, longest), "sampling": sampling}
+        capacity = divided(min(width + room, longest), self._rules.shape.sizes["context"])
+        sizes = {"room": room, "capacity": capacity, "sampling": sampling}
         tokens, counts, ended = jax.device_get(self._run(weights, *inputs, *scalars, **sizes))
         return [Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))]
 
@@ -146,7 +151,9 @@ def _generate(
     end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
     # All but each row's last token go in at once; nobody reads these logits, so XLA drops them.
-    _, cache = model.decode(prompts_BP, model.init_cache(B, capacity))
+    cache = model.init_cache(B, capacity)
+    fills = hasattr(model, "prefill") and prompts_BP.shape[1] >= _LONG
+    cache = model.prefill(prompts_BP, cache) if fills else model.decode(prompts_BP, cache)[1]
     cache = cache._replace(length=lengths_B - 1)
     last_B = jnp.take_along_axis(prompts_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
 
@@ -256,6 +263,11 @@ def padded(rows: Sequence[np.ndarray], batch_size: int, width: int) -> np.ndarra
 def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
     """Returns the power of two at or above `size`, so that few sizes are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
+
+
+def divided(size: int, parts: int) -> int:
+    """Returns the multiple of `parts` at or above `size`, so that devices can share it out."""
+    return -(-size // parts) * parts
 
 
 def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:

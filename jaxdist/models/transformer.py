@@ -16,7 +16,8 @@ from jaxdist.models import experts, layers
 from jaxdist.models.experts import Experts
 from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer_config import TransformerConfig
-from jaxdist.ops.attention import attention, cached_attention
+from jaxdist.ops import cached_attention as cached
+from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_reference import soft_capped
 from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
@@ -51,6 +52,7 @@ class Cache(NamedTuple):
     keys: jax.Array  # [L, B, S, K, N]
     values: jax.Array  # [L, B, S, K, N]
     length: jax.Array  # [B] int32: filled positions of each row
+    places: jax.Array | None = None  # [S] int32: position of a slot's token, where devices share them out
 
 
 class Attention(nnx.Module):
@@ -153,13 +155,24 @@ class Block(nnx.Module):
         """Returns the output for T new tokens, and the cache with this layer's part of them."""
         q, k, v = self.attention.heads(self._entering("attention", x_BTD), context)
         positions = context.fields["positions"]
-        keys = _written(cache.keys, k, context.layer, positions)
-        values = _written(cache.values, v, context.layer, positions)
-        mixed = cached_attention(
-            q, keys[context.layer], values[context.layer], positions, **self.attention.options(context)
-        )
+        keys = cached.written(cache.keys, k, context.layer, positions, cache.places)
+        values = cached.written(cache.values, v, context.layer, positions, cache.places)
+        own, options = (keys[context.layer], values[context.layer]), self.attention.options(context)
+        mixed = cached.cached_attention(q, *own, positions, cache.places, **options)
         x_BTD = self._rest(x_BTD, layers.merge_heads(self.attention, mixed), context).x
         return x_BTD, cache._replace(keys=keys, values=values)
+
+    def prefill(self, x_BPD: jax.Array, cache: Cache, context: BlockInfo):
+        """Returns the output for whole prompts, and the empty cache with this layer's part of them."""
+        q, *new = self.attention.heads(self._entering("attention", x_BPD), context)
+        mixed = attention(q, *new, **self.attention.options(context))
+        split = cache.places is not None
+        keys, values = (
+            cached.written_prompt(old, x, context.layer, split=split)
+            for old, x in zip(cache[:2], new, strict=True)
+        )
+        x_BPD = self._rest(x_BPD, layers.merge_heads(self.attention, mixed), context).x
+        return x_BPD, cache._replace(keys=keys, values=values)
 
 
 class Transformer(nnx.Module):
@@ -260,63 +273,61 @@ class Transformer(nnx.Module):
         return self.config.max_length
 
     def init_cache(self, batch_size: int, length: int) -> Cache:
-        """Returns an empty cache for `length` tokens of each of `batch_size` sequences."""
+        """Returns an empty cache for `length` tokens of each of `batch_size` sequences.
+
+        Devices of `context` share its slots out if their number divides the length.
+        """
         c = self.config
         dims = (c.num_layers, batch_size, length, c.num_kv_heads, c.head_dim)
         dtype = execution.current().compute_dtype(self.embedding[...].dtype)
-        keys, values = (
-            shard(jnp.zeros(dims, dtype), None, "batch", None, "kv_heads", None) for _ in range(2)
-        )
-        return Cache(keys, values, jnp.zeros(batch_size, jnp.int32))
+        keys, values = (shard(jnp.zeros(dims, dtype), *cached.CACHE_DIMS) for _ in range(2))
+        return Cache(keys, values, jnp.zeros(batch_size, jnp.int32), cached.init_places(length))
+
+    def prefill(self, tokens_BP: jax.Array, cache: Cache) -> Cache:
+        """Returns an empty cache with whole prompts in it: `decode` of them, computed as in training.
+
+        No logits of a prompt's tokens to all others are in memory, and where devices share out the cache,
+        each has its own part of a prompt.
+        """
+        P = tokens_BP.shape[1]
+        if cache.places is not None:
+            tokens_BP = jnp.pad(tokens_BP, [(0, 0), (0, cached.whole_slots(P) - P)])
+            cache = cache._replace(places=cached.places_behind(tokens_BP.shape[1], len(cache.places)))
+        positions = jnp.broadcast_to(jnp.arange(tokens_BP.shape[1], dtype=jnp.int32), tokens_BP.shape)
+        _, cache = self._cached("prefill", {"tokens": tokens_BP, "positions": positions}, cache)
+        return cache._replace(length=cache.length + P)
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Returns float32 logits [B, T, V] of T new tokens a row, and the cache with them."""
         steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = {"tokens": tokens_BT, "positions": cache.length[:, None] + steps[None, :]}
+        x, cache = self._cached("decode", batch, cache)
+        return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
+
+    def _cached(self, method: str, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the blocks' output for a batch, and the cache with it, by a method of `Block`."""
         fields = shared_fields(self, batch)
         if self.config.positions == "rotary":  # keys in the cache are turned: by the same for all its tokens
             fields |= self._rotary(batch["positions"], cache.keys.shape[2])
         x, first = self.embed(batch), layers_before(self)
         if first:
-            x, cache = _decoded(self.first_blocks, x, cache, fields, 0)
-        x, cache = _decoded(self.blocks, x, cache, fields, first)
-        return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
+            x, cache = _through(method, self.first_blocks, x, cache, fields, 0)
+        return _through(method, self.blocks, x, cache, fields, first)
 
 
-def _decoded(blocks: nnx.Module, x: jax.Array, cache: Cache, fields, first: int) -> tuple[jax.Array, Cache]:
-    """Returns the output of a stack for new tokens, and the cache with its layers' part of them."""
+def _through(method: str, blocks: nnx.Module, x: jax.Array, cache: Cache, fields, first: int):
+    """Returns the output of a stack by a method of its layers, and the cache with their parts."""
     graph, state = nnx.split(blocks)
 
     def one_block(carry, layer, parameters, kind):
         block = nnx.merge(graph, parameters)
         infos = infos_of(block, BlockInfo(None, layer, fields, kind))
         for part, info in zip(layers_of(block), infos, strict=True):
-            carry = part.decode(*carry, info)
+            carry = getattr(part, method)(*carry, info)
         return carry, None
 
     kinds, stride = pattern_of(blocks), len(layers_of(blocks))
     return scan_layers(one_block, (x, cache), state, kinds, first=first, stride=stride)[0]
-
-
-# Written out, since `.at[layer, rows, positions]` would gather the rows of all devices: here every
-# row of the cache takes its own row of the tokens.
-_ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(2, 3),
-    inserted_window_dims=(0, 2),
-    scatter_dims_to_operand_dims=(0, 2),
-    operand_batching_dims=(1,),
-    scatter_indices_batching_dims=(0,),
-)
-
-
-def _written(cached_LBSKN, new_BTKN, layer, positions_BT):
-    """Returns the cache with T new tokens of one layer at their positions.
-
-    In place: a cache that went through the scan as its input and output would be copied each step.
-    """
-    where_BT2 = jnp.stack([jnp.full_like(positions_BT, layer), positions_BT], axis=-1)
-    new = new_BTKN.astype(cached_LBSKN.dtype)
-    return jax.lax.scatter(cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True)
 
 
 def _repeating(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:

@@ -1,6 +1,6 @@
-"""Attention over whole sequences, and of new tokens against a key/value cache.
+"""Attention over whole sequences; for new tokens and a cache see `cached_attention`.
 
-Shapes: `B` batch, `S` sequence, `T` new tokens, `H` query heads, `K` kv heads, `G` = H / K,
+Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `G` = H / K,
 `N` head size. `attention_backends` chooses what computes it.
 """
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops import context_attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
-from jaxdist.ops.attention_reference import MASKED, Options, einsum, soft_capped
+from jaxdist.ops.attention_reference import Options
 from jaxdist.ops.context_attention import Form
 from jaxdist.parallel import execution
 
@@ -129,40 +129,3 @@ def _per_device(
     region = now.manual_region()
     mapped = jax.shard_map(kernel, **region, in_specs=specs, out_specs=q_spec, check_vma=False)
     return mapped(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
-
-
-# --- decoding -------------------------------------------------------------------------------------
-
-
-def cached_attention(
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    q_positions_BT: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """Returns attention of new tokens against a cache that holds them already, [B, T, H, N].
-
-    The token at position p sees cache slots 0 to p (the last `window` of them), so slots that are
-    not filled yet need no mask of their own. Unlike `attention`: no gradient economy, no kernels;
-    with few queries the time goes into reading the cache.
-
-    Args:
-      k_BSKN, v_BSKN: the cache; slot i holds position i.
-      q_positions_BT: int32 positions of the new tokens.
-    """
-    B, T, H, N = q_BTHN.shape
-    S, K = k_BSKN.shape[1:3]
-    q = q_BTHN * jnp.asarray(scale or N**-0.5, q_BTHN.dtype)
-    s = einsum("btkgn,bskn->bkgts", q.reshape(B, T, K, H // K, N), k_BSKN)
-    s = soft_capped(s, softcap)
-    distance = q_positions_BT[:, :, None] - jnp.arange(S)[None, None, :]
-    seen = distance >= 0
-    if window is not None:
-        seen &= distance < window
-    p = jax.nn.softmax(jnp.where(seen[:, None, None], s, MASKED), -1)
-    out = einsum("bkgts,bskn->btkgn", p.astype(v_BSKN.dtype), v_BSKN)
-    return out.reshape(B, T, H, N).astype(q_BTHN.dtype)

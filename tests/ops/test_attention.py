@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxdist.ops import attention_reference
-from jaxdist.ops.attention import attention, cached_attention
+from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
 from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.cached_attention import cached_attention
 from jaxdist.ops.splash import block_size, splash_attention
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
