@@ -20,11 +20,24 @@ def fitted(
 ) -> tuple[RunConfig, Rules, ModelSpec]:
     """Returns the run's config with a mesh and a batch that fit these devices.
 
+    Args:
+      mesh: default: the run's own, the stages of a pipeline as fsdp; else all as fsdp; else all as data.
+
     Raises:
-      ConfigError: none does; the faults are those of the last mesh tried.
+      ConfigError: none does, and the faults are those of the last mesh tried; a mesh with a pipeline.
     """
-    first = [config.mesh] if config.mesh.pipeline == 1 else []  # one text at a time fills no pipeline
-    meshes = [mesh] if mesh else [*first, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+    if mesh and mesh.pipeline != 1:  # one text at a time fills none
+        raise ConfigError(
+            f"mesh.pipeline={mesh.pipeline}: a trained run is used without a pipeline; leave it out, and "
+            f"split the weights by fsdp or tensor, long texts by context"
+        )
+    own, stages = config.mesh, config.mesh.pipeline
+    if stages > 1:
+        own = dataclasses.replace(own, pipeline=1, fsdp=own.fsdp * stages if own.fsdp > 0 else own.fsdp)
+    meshes = [mesh] if mesh else [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+    # On another mesh the heads may not divide; auto is the same where they do.
+    form = "auto" if config.context.attention == "heads" else config.context.attention
+    config = dataclasses.replace(config, context=dataclasses.replace(config.context, attention=form))
     part = config.batch.global_size // config.batch.accumulation
     rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)

@@ -74,7 +74,8 @@ def load_run(
 
     Args:
       step: "best": the one that checkpoint.keep_best has kept.
-      mesh: default: the run's own where it fits the devices, else all as fsdp, else all as data.
+      mesh: default: the run's own (a pipeline's stages as fsdp) where it fits the devices, else all as
+        fsdp, else all as data. With `context` devices share out prompts and the cache.
       devices: default: all.
       log: receives a line per event.
       target: the model.target that the run must have; its code is then trusted.

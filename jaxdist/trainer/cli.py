@@ -219,7 +219,10 @@ class WorkdirParser(Parser):
         super().__init__(prog=f"jaxdist {name}", description=description)
         self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
         self.add_argument("--step", type=_step, help="checkpoint to read, or best (default: the newest)")
-        self.add_argument("--mesh", help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits)")
+        self.add_argument(
+            "--mesh",
+            help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
+        )
         named = "of the run, if its model is your own: trusts this code alone"
         self.add_argument("--config.model.target", dest="target", metavar="TARGET", help=named)
         _add_trust(self)

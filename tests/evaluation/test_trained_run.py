@@ -85,6 +85,9 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     fitted = layout.fitted(config, two, None)[0]
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
+    staged = MeshConfig(pipeline=2, data=1, context=2, tensor=2)
+    fitted = layout.fitted(dataclasses.replace(config, mesh=staged), eight, None)[0]
+    assert fitted.mesh == MeshConfig(data=1, fsdp=2, context=2, tensor=2)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
     assert layout.fitted(odd, two, None)[0].mesh == MeshConfig()
     with pytest.raises(ConfigError, match="mesh"):
@@ -237,8 +240,8 @@ def test_a_text_begins_as_its_tokenizer_says(alone):
 
 def test_generate_prints_the_text(trained, here, command):
     flags = ("--workdir", trained[0], "--prompt", "a cat", "--max-tokens", 8, "--temperature", 0)
-    code, out, err = command(generate.main, *flags, "--mesh", "fsdp=8")
-    assert "fsdp 8" in err
+    code, out, err = command(generate.main, *flags, "--mesh", "fsdp=2,context=2,tensor=2")
+    assert "context 2" in err
     greedy = SamplingConfig(temperature=0.0)
     assert (code, out) == (0, here.generate(["a cat"], max_tokens=8, sampling=greedy)[0][0].text + "\n")
     assert f"step {STEPS}" in err
@@ -269,6 +272,10 @@ def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
         (("--workdir", trained[0], "--prompt", "a", "--num-samples", 0), "num_samples=0"),
         (("--workdir", trained[0], "--prompt", "a", "--mesh", "fspd=2"), "Did you mean fsdp"),
         (("--workdir", trained[0], "--prompt", "a", "--mesh", "fsdp"), "fsdp"),
+        (
+            ("--workdir", trained[0], "--prompt", "a", "--mesh", "pipeline=2"),
+            "without a pipeline; leave it out",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             command(generate.main, *arguments)
