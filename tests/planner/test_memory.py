@@ -241,6 +241,12 @@ PEAKS = [
         TENSOR | {"mesh.expert": 2, "mesh.tensor": 2, "model.num_layers": 2, "batch.global_size": 4},
         18_411_439_424,
     ),
+    (
+        "mixtral_8x7b",
+        "v5p:2x2x1",
+        TENSOR | {"mesh.fsdp": 2, "mesh.tensor": 2, "model.num_layers": 2, "batch.global_size": 4},
+        17_621_652_800,
+    ),
     # With sequence parallelism, and without.
     ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16}, 4_040_859_840),
     ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16, "mesh.sequence_parallel": True}, 3_758_268_096),
