@@ -188,7 +188,7 @@ def test_what_is_on_the_host_is_no_part_of_a_devices_peak(sizes, peak):
     names = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
     found = {f"{name}_size_in_bytes": size * MIB for name, size in zip(names, sizes[:-1], strict=True)}
     analysis = SimpleNamespace(**found, peak_memory_in_bytes=sizes[-1] * MIB)
-    assert worker._sizes(analysis, targets.parse("v5e:2x2"))["peak_bytes"] == peak * MIB
+    assert worker._sizes(analysis, targets.parse("v5e:2x2"), waiting=0)["peak_bytes"] == peak * MIB
 
 
 # GiB as XLA for CUDA gives them for llama3_8b on h100:1x8: arguments, temp, host temp, peak; on the device.
@@ -198,7 +198,7 @@ def test_a_gpus_peak_is_that_of_the_device_where_more_lies_on_the_host(sizes):
     empty = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "host_argument_size_in_bytes"), 0)
     found = {"argument_size_in_bytes": arguments, "temp_size_in_bytes": temp, "host_temp_size_in_bytes": host}
     analysis = SimpleNamespace(**empty, **found, peak_memory_in_bytes=peak)
-    assert worker._sizes(analysis, targets.parse("h100:1x8"))["peak_bytes"] == on_device
+    assert worker._sizes(analysis, targets.parse("h100:1x8"), waiting=0)["peak_bytes"] == on_device
 
 
 @pytest.mark.slow
