@@ -143,9 +143,10 @@ def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
         compiled[offload] = compile_run(run, targets.parse("v5e:4x4"), CompileOptions(cache=tmp_path))
     whole, moved = compiled[False], compiled[True]
     parameters = validation.validate_on(run, 16, with_data=False)[2].parameter_count
-    saved = whole.argument_bytes + whole.temp_bytes - moved.argument_bytes - moved.temp_bytes
-    assert saved == pytest.approx(8 * parameters / 16, rel=0.03)
-    assert saved == pytest.approx(whole.peak_bytes - moved.peak_bytes, rel=0.03)
+    saved = whole.argument_bytes - moved.argument_bytes
+    assert saved == pytest.approx(8 * parameters / 16, rel=0.01)
+    assert moved.temp_bytes <= 1.01 * whole.temp_bytes  # nothing of it is fetched while layers need the memory
+    assert moved.peak_bytes <= whole.peak_bytes - 0.97 * saved
     assert moved.host_argument_bytes == pytest.approx(8 * parameters / 16, rel=0.01)
     assert (moved.host_temp_bytes, whole.host_argument_bytes) == (0, 0)
 
