@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -59,8 +60,12 @@ def splash_attention(
     segments = None
     if segment_ids_BS is not None:
         segments = pallas_splash.SegmentIds(segment_ids_BS, segment_ids_BS)
-    kernel = _kernel(length, q_BSHN.shape[2], options, interpret)
-    out_BHSN = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+    heads_first = [x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)]
+    if _chunk(length, options):
+        out_BHSN = _long(*heads_first, segments, options, interpret)
+    else:
+        kernel = _kernel(length, q_BSHN.shape[2], options, interpret)
+        out_BHSN = jax.vmap(kernel)(*heads_first, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
 
@@ -102,7 +107,7 @@ def splash_attention_of_part(
 
 def piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
     """Returns attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S, H]: see `Pieces`."""
-    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, 1, True)
+    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, residuals=True)
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
     q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
     with _all_keys(options):
@@ -111,27 +116,18 @@ def piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: 
 
 
 def piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
-    """Returns the gradients of q, k and v in float32: see `Pieces`.
-
-    jax gives kernels that return their logsumexp no gradient; the kernels that would compute it are private.
-    """
-    kernel = _kernel(k_BSKN.shape[1], queries.q.shape[2], options, interpret, 1, True)
+    """Returns the gradients of q, k and v in float32: see `Pieces`."""
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
-    scale = jnp.asarray(options.scale, queries.q.dtype)
-
-    backward: Any = splash_attention_kernel._splash_attention_bwd
-
-    def one(arrays, segments):
-        q, k, v, out, lse, grad = arrays
-        tables = kernel.dq_mask_info, kernel.dkv_mask_info
-        residuals = (q, k, v, segments, None, out, lse, *tables)
-        return backward(*map(kernel.kwargs.get, _STATIC), interpret, residuals, grad)[3:6]
-
-    arrays = queries.q * scale, k_BSKN, v_BSKN, queries.out, queries.lse, queries.grad
-    heads_first = [x.swapaxes(1, 2) for x in arrays]
-    with _all_keys(options):
-        dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in jax.vmap(one)(heads_first, segments))
+    q = queries.q * jnp.asarray(options.scale, queries.q.dtype)
+    arrays = q, k_BSKN, v_BSKN, queries.lse, _inner(queries.out, queries.grad), queries.grad
+    gradients = _gradients([x.swapaxes(1, 2) for x in arrays], segments, options, interpret)
+    dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in gradients)
     return dq * options.scale, dk, dv
+
+
+def _inner(out, grad) -> jax.Array:
+    """Returns sum(out * grad) over the head, which equals sum(p * dp) over all keys; float32."""
+    return jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), -1)
 
 
 def _all_keys(options: Options):
@@ -139,16 +135,135 @@ def _all_keys(options: Options):
     return contextlib.nullcontext() if options.causal else jax.named_scope("all_keys")
 
 
-_STATIC = (
-    "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
-    "attn_logits_soft_cap",
-)  # fmt: skip
+# --- gradients by one kernel ------------------------------------------------------------------------
+
+# The kernel that computes dq, dk and dv does 5 products of a block where two kernels do 7. It gives a part of
+# dq for each of its blocks of keys, in q's dtype: of a whole sequence S / 2048 times as much as dq itself. So
+# long sequences are cut into chunks, and each pair of a chunk of queries and one of keys has its own call.
+_CHUNK, _FUSED_KEYS = 8192, 2048  # keys of heads of 128: half as many of 256, for the sake of VMEM
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _long(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool) -> jax.Array:
+    """Returns attention [B, H, S, N] of scaled queries; its gradients are computed chunk by chunk."""
+    return _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options, interpret)[0]
+
+
+def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool):
+    kernel = _kernel(q_BHSN.shape[2], q_BHSN.shape[1], options, interpret, residuals=True)
+    with _all_keys(options):
+        out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
+    out, lse = checkpoint_name(out, RESIDUALS), checkpoint_name(lse, RESIDUALS)
+    return out, (q_BHSN, k_BKSN, v_BKSN, segments, out, lse)
+
+
+def _long_backward(options: Options, interpret: bool, residuals, grad):
+    q, k, v, segments, out, lse = residuals
+    size = _chunk(q.shape[2], options)
+    of_queries = q, lse, _inner(out, grad), grad
+
+    def parts(pair, *, causal: bool):
+        rows, columns = pair * size
+        own_q, own_lse, inner, own_grad = (_cut(x, rows, size, 2) for x in of_queries)
+        own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
+        ids = None
+        if segments is not None:
+            own_ids, their_ids = _cut(segments.q, rows, size, 1), _cut(segments.kv, columns, size, 1)
+            ids = pallas_splash.SegmentIds(own_ids, their_ids)
+        arrays = [own_q, own_k, own_v, own_lse, inner, own_grad]
+        return _gradients(arrays, ids, options._replace(causal=causal), interpret)
+
+    def own(totals, pair):
+        dq, *dkeys = parts(pair, causal=True)
+        return [_put(total, part, pair[1] * size) for total, part in zip(totals, dkeys, strict=True)], dq
+
+    def before(carry, pair):
+        dq, dq_so_far, totals = carry
+        more, *dkeys = parts(pair, causal=False)
+        rows, columns = pair * size
+        # In float32 over the keys of a chunk of queries, of which one after another has its turn.
+        start = _cut(dq, rows, size, 2).astype(jnp.float32)
+        dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far) + more.astype(jnp.float32)
+        dq = _put(dq, dq_so_far, rows)
+        sums = [_cut(t, columns, size, 2) + d.astype(t.dtype) for t, d in zip(totals, dkeys, strict=True)]
+        return (dq, dq_so_far, [_put(*x, columns) for x in zip(totals, sums, strict=True)]), None
+
+    count, dq = q.shape[2] // size, jnp.zeros_like(q)
+    totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
+    pairs = [(n, m) for n in range(count) for m in range(n if options.causal else count)]
+    if options.causal:
+        totals, dqs = jax.lax.scan(own, totals, jnp.asarray([(n, n) for n in range(count)]))
+        dq = jnp.moveaxis(dqs, 0, 2).reshape(q.shape)
+    start = dq, jnp.zeros_like(dq[:, :, :size], jnp.float32), totals
+    (dq, _, (dk, dv)), _ = jax.lax.scan(before, start, jnp.asarray(pairs))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_long.defvjp(_long_forward, _long_backward)
+
+
+def _chunk(length: int, options: Options) -> int:
+    """Returns the places of a chunk; 0 where gradients are computed whole, by two kernels.
+
+    Those of a window skip most blocks, and short sequences have no second chunk.
+    """
+    if length < 2 * _CHUNK or options.window is not None:
+        return 0
+    size = _largest(length, _CHUNK)
+    return size if size >= _FUSED_KEYS else 0
+
+
+def _cut(x: jax.Array, start, size: int, dim: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+def _put(x_BHSN: jax.Array, part: jax.Array, start) -> jax.Array:
+    """Returns x with a part at the places from `start` on."""
+    return jax.lax.dynamic_update_slice_in_dim(x_BHSN, part.astype(x_BHSN.dtype), start, 2)
+
+
+def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: bool):
+    """Returns the gradients of scaled queries, keys and values, from one kernel.
+
+    jax gives kernels that return their logsumexp no gradient; the one that would compute it is private.
+
+    Args:
+      arrays: q [B, H, S, N], k and v [B, K, S, N], lse and inner [B, H, S], the result's gradient.
+    """
+    H, S = arrays[0].shape[1:3]
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR)
+    keys = _largest(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
+    blocks: dict[str, Any] = {"bq": block_size(S), "bkv": keys, "bkv_compute": block_size(keys)}
+    made = _kernel(S, H, options, interpret, fused_keys=keys)
+    kernel: Any = functools.partial(
+        splash_attention_kernel._splash_attention_bwd_dkv,
+        **blocks,
+        **layouts,
+        is_mqa=False,
+        mask_info=made.dkv_mask_info,
+        mask_value=made.kwargs["mask_value"],
+        attn_logits_soft_cap=options.softcap,
+        use_fused_bwd_kernel=True,
+        mask_function=made.kwargs["mask_function"],
+        interpret=interpret,
+    )
+
+    def one(arrays, segments):
+        q, k, v, lse, inner, grad = arrays
+        return kernel(q, k, v, segments, None, lse, grad, inner)
+
+    with _all_keys(options):
+        return jax.vmap(one)(arrays, segments)
+
+
+def _largest(length: int, most: int) -> int:
+    """Returns the largest multiple of 128, of so many places at most, that divides a length."""
+    return next((n for n in range(most, LANES, -LANES) if length % n == 0), LANES)
 
 
 def block_size(sequence_length: int) -> int:
     """Returns the largest multiple of 128, at most 512, that divides the (padded) sequence."""
-    blocks = range(MAX_BLOCK, LANES, -LANES)
-    return next((b for b in blocks if sequence_length % b == 0), LANES)
+    return _largest(sequence_length, MAX_BLOCK)
 
 
 def _pad(x: jax.Array, length: int, value: int) -> jax.Array:
@@ -158,16 +273,30 @@ def _pad(x: jax.Array, length: int, value: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=32)
 def _kernel(
-    length: int, num_heads: int, options: Options, interpret: bool, parts: int = 1, residuals: bool = False
+    length: int,
+    num_heads: int,
+    options: Options,
+    interpret: bool,
+    parts: int = 1,
+    *,
+    residuals: bool = False,
+    fused_keys: int = 0,
 ) -> Any:
     """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
     Its tables are those of all parts of the queries, one after another. Cached, since the walk over the
     mask's blocks takes seconds for long sequences and a layer is traced several times. The tables are kept
     as numpy, so no tracer outlives its trace.
+
+    Args:
+      residuals: for the forward pass alone, with the logsumexp.
+      fused_keys: for the backward pass alone, by one kernel with such blocks of keys; 0: by two.
     """
-    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes: dict[str, Any] = dict.fromkeys(sides, block_size(length // parts))
+    alone = residuals or fused_keys
+    sides = ("q", "kv") if alone else ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = {f"block_{side}": block_size(length // parts) for side in sides}
+    if fused_keys:
+        sizes |= {"block_q_dkv": block_size(length), "block_kv_dkv": fused_keys, "use_fused_bwd_kernel": True}
     mask: pallas_splash.Mask = pallas_splash.FullMask((length, length))
     if options.causal:
         reach = None if options.window is None else options.window - 1
@@ -179,8 +308,8 @@ def _kernel(
             head_shards=1,
             q_seq_shards=parts,
             attn_logits_soft_cap=options.softcap,
-            save_residuals=residuals,
-            residual_checkpoint_name=None if residuals else RESIDUALS,
+            save_residuals=bool(alone),
+            residual_checkpoint_name=None if alone else RESIDUALS,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.ops import attention_reference
+from jaxdist.ops import splash as splash_module
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
 from jaxdist.ops.attention_reference import Options
@@ -251,6 +252,24 @@ def test_splash_interpreted_equals_reference(S, packed, options):
         gradients = _gradients(splash, q, k, v, w)
     assert bool(S % 128) == any(f"{S} is padded" in str(c.message) for c in caught)
     for a, b in zip(gradients, _gradients(wanted, q, k, v, w), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False, "softcap": 2.0, "scale": 0.3}], ids=str)
+def test_gradients_chunk_by_chunk_equal_the_reference(options, monkeypatch):
+    """Long sequences have one backward kernel for each pair of chunks."""
+    monkeypatch.setattr(splash_module, "_CHUNK", 256)
+    monkeypatch.setattr(splash_module, "_FUSED_KEYS", 128)
+    q, k, v, w = _arrays(2, 768, 4, 2, 64)
+    ids, shaped = _segments(2, 768), Options(64**-0.5, True, None, None)._replace(**options)
+    assert splash_module._chunk(768, shaped) == 256
+
+    def splash(q, k, v):
+        return splash_attention(q, k, v, ids, shaped, interpret=True)
+
+    wanted = functools.partial(attention, segment_ids_BS=ids, **options)
+    np.testing.assert_allclose(jax.jit(splash)(q, k, v), wanted(q, k, v), atol=1e-5)
+    for a, b in zip(_gradients(splash, q, k, v, w), _gradients(wanted, q, k, v, w), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 

@@ -23,6 +23,8 @@ CASES = {
     "packed_tensor": (1, 4, True, "save:attention_residuals", {}),
     "odd_sizes": (2, 2, True, "full", {"S": 1000, "N": 80}),
     "gemma": (4, 1, False, "none", {"S": 2048, "N": 256, "scale": 0.1, "softcap": 50.0, "window": 512}),
+    # The most that the kernel of all gradients holds at once.
+    "long": (4, 1, True, "save:attention_residuals", {"S": 16_384, "H": 2, "N": 256, "softcap": 50.0}),
 }
 
 
@@ -110,6 +112,8 @@ def test_kernels_see_their_own_shards():
     assert results["packed_tensor"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     assert results["odd_sizes"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
     assert results["gemma"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
+    # A call for chunks that see themselves, and one for those that see chunks before.
+    assert results["long"]["kernels"] == {"fwd": 1, "dq": 0, "dkv": 2} and results["long"]["segmented"]
     assert all(row["gathers"] == 0 for row in results.values())
 
 
