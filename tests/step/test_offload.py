@@ -145,7 +145,8 @@ def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
     parameters = validation.validate_on(run, 16, with_data=False)[2].parameter_count
     saved = whole.argument_bytes - moved.argument_bytes
     assert saved == pytest.approx(8 * parameters / 16, rel=0.01)
-    assert moved.temp_bytes <= 1.01 * whole.temp_bytes  # nothing of it is fetched while layers need the memory
+    # Nothing of it is fetched while layers need the memory.
+    assert moved.temp_bytes <= 1.01 * whole.temp_bytes
     assert moved.peak_bytes <= whole.peak_bytes - 0.97 * saved
     assert moved.host_argument_bytes == pytest.approx(8 * parameters / 16, rel=0.01)
     assert (moved.host_temp_bytes, whole.host_argument_bytes) == (0, 0)
