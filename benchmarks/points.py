@@ -226,6 +226,13 @@ POINTS: tuple[Point, ...] = (
         peer=Peer(8.6, 8.9, 8.9, 8.6, 0.0),
     ),
     _point(
+        "llama3.1-8b-64k-v5p-128", "llama3_8b", "v5p:4x4x4", (32, 65_536), (16, 1),
+        "save:attention_residuals", flags=_V5P,
+        model=_split(4) | {"model.num_heads": 16, "model.num_kv_heads": 4, "model.head_dim": 256},
+        published_s=10.25, published="10.25 s, 3197 tokens/s/chip; heads of 256; peer: ring", source=_LONG,
+        peer=Peer(10.5, 10.6, 11.1, 34.2, 0.0),
+    ),
+    _point(
         "llama3.1-8b-64k-v5p-128-ring", "llama3_8b", "v5p:4x4x4", (32, 65_536), (16, 1),
         "save:attention_residuals", flags=_V5P,
         model=_split(4, "ring") | {"model.num_heads": 16, "model.num_kv_heads": 4, "model.head_dim": 256},
