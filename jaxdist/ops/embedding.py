@@ -34,7 +34,7 @@ def _embed(table, indices, names: Names, dtype):
     axis = execution.current().vocabulary_axis(names)
     if axis is not None:
         rows = execution.sum_over(jnp.where(in_part[..., None], rows, 0), axis)
-    return _of_group(rows, by_width, "width")
+    return _of_part(_of_group(rows, by_width, "width"), by_width)
 
 
 def _forward(table, indices, names, dtype):
@@ -44,7 +44,8 @@ def _forward(table, indices, names, dtype):
 def _backward(names, dtype, residuals, dx):
     table, indices = residuals
     by_width = execution.current().splits_width(names, zero=2)
-    indices, dx = _of_group(indices, by_width), _of_group(dx, by_width, "width")
+    dx = _of_group(_of_part(dx, by_width), by_width, "width")
+    indices = _of_group(indices, by_width)
     local, in_part = _own_part(indices, table, names)
     dx = (dx if in_part is None else jnp.where(in_part[..., None], dx, 0)).astype(jnp.float32)
     total = jnp.zeros(table.shape, jnp.float32)
@@ -77,5 +78,15 @@ def _own_part(indices, table, names: Names):
 
 
 def _of_group(x, by_width: bool, *last: str):
-    """Returns rows (or their indices) on all shards of an fsdp group, if the table is split by width."""
-    return execution.shard(x, "batch_of_group", "sequence", *last) if by_width else x
+    """Returns rows (or their indices) on all shards of a group, if the table is split by width."""
+    return execution.shard(x, "batch_of_group", None, *last) if by_width else x
+
+
+def _of_part(x, by_width: bool):
+    """Returns rows of a device's own part of the sequence, split by width over the rest of the group.
+
+    On the way to whole rows: axes of the sequence and of the batch change places one after another, or XLA's
+    partitioner would gather.
+    """
+    split = by_width and execution.current().axis_size("context") > 1
+    return execution.shard(x, "batch_of_group", "sequence", "width_of_part") if split else x

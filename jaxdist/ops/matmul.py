@@ -209,12 +209,11 @@ def sum_in_shards(
       names, dims: of the parameter, and of the result.
     """
     now = execution.current()
-    axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
-    if any(now.rules.shape.sizes[axis] > 1 and axis not in axes for axis in BATCH_AXES):
-        # Written out, devices with the same samples would add up.
+    axes, over = [axis for entry in rows for axis in sharding.axes_in(entry)], now.rules.shard_axes(names)
+    if any(now.rules.shape.sizes[axis] > 1 and axis not in axes for axis in (*BATCH_AXES, *over)):
+        # Written out, devices with the same samples, or parts of them, would add up.
         return execution.scatter(product(*arrays), names)
     out = now.rules.gradient(names, dims)
-    over = now.rules.shard_axes(names)
     shards = [i for i, entry in enumerate(out) if over and set(over) <= {*sharding.axes_in(entry)}]
 
     def local(*arrays):

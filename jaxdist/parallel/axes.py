@@ -32,7 +32,7 @@ TABLE = (
     Axis("data", ("batch",), "step", crosses_slices=True, keeps=0),
     Axis("fsdp", ("batch", "parameters"), "layer", crosses_slices=True, keeps=5),
     Axis("expert", ("batch", "experts"), "layer", crosses_slices=False, keeps=4),
-    Axis("context", ("sequence",), "layer", crosses_slices=False, keeps=3),
+    Axis("context", ("sequence", "parameters"), "layer", crosses_slices=False, keeps=3),
     Axis("tensor", ("dims",), "layer", crosses_slices=False, keeps=2, advised_up_to=8,
          advice="same losses; two sums of activations a layer, so within fast links only"),
 )  # fmt: skip

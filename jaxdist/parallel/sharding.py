@@ -78,6 +78,7 @@ class Rules:
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
         axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in PARAMETER_SHARDS)
         axes["width"] = PARAMETER_SHARDS
+        axes["width_of_part"] = tuple(a for a in PARAMETER_SHARDS if a not in SEQUENCE_AXES)
         axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
         return P(*(self._entry(axes.get(n, ()), d, partly=True) for n, d in zip(names, dims, strict=True)))
 
@@ -102,9 +103,9 @@ class Rules:
         return P(*spec)
 
     def shard_axes(self, names: Names) -> tuple[str, ...]:
-        """Returns the axes in use that share out a stored parameter: fsdp, and expert if it is no expert's.
+        """Returns the axes in use that share out a stored parameter; that of experts fsdp alone.
 
-        So what all devices of `expert` compute with is held once among them, not once on each.
+        So what all devices of `expert` and `context` compute with is held once among them, not once on each.
         """
         axes = ("fsdp",) if "experts" in names else PARAMETER_SHARDS
         return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)

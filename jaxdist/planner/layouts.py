@@ -279,7 +279,8 @@ class _Model:
     def state_bytes(self, run: RunConfig, shape: MeshShape) -> int:
         kept, sizes = formulas.Policy(self.stored, 4, self.moments), shape.sizes
         dense, own = self._local(shape)
-        whole = formulas.state_bytes(dense, kept, shards=sizes["fsdp"] * sizes["expert"], zero=run.mesh.zero)
+        shards = math.prod(sizes[axis] for axis in PARAMETER_SHARDS)
+        whole = formulas.state_bytes(dense, kept, shards=shards, zero=run.mesh.zero)
         return int(whole + formulas.state_bytes(own, kept, shards=sizes["fsdp"], zero=run.mesh.zero))
 
     def _local(self, shape: MeshShape) -> tuple[float, float]:
@@ -326,7 +327,7 @@ class _Model:
         sent = {axis: 4 * (1 if axis in once else passes) for axis in (*adding, "fsdp")}
         reduced = "reduce-scatter" if zero >= 2 else "all-reduce"
         gathers = gradients = update = 0.0
-        # Experts' kernels are split over their axis already; all else is stored in shards over both.
+        # Experts' kernels are split over their axis already; all else is stored in shards over all of these.
         for local, axes in zip(self._local(shape), ("+".join(PARAMETER_SHARDS), "fsdp"), strict=True):
             shards = math.prod(shape.sizes[axis] for axis in axes.split("+"))
             state = local / (shards if zero else 1)

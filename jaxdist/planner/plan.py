@@ -76,8 +76,7 @@ class Plan:
             "cost": self._cost(),
             "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
-            "experts": self._experts(),
-            "context": Attention(self.run, self.rules, self.spec.depth).describe(self.collectives),
+            **self._models_own(),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
             "warnings": list(self.warnings),
@@ -85,6 +84,11 @@ class Plan:
             "compile": {n: getattr(done, n) for n in _COMPILE} if done else {},
             "config": schema.to_config_dict(self.run).to_dict(),
         }
+
+    def _models_own(self) -> dict[str, Any]:
+        """Returns what some models and layouts alone have."""
+        attention = Attention(self.run, self.rules, self.spec.depth)
+        return {"experts": self._experts(), "context": attention.describe(self.collectives)}
 
     def _memory(self) -> dict[str, Any]:
         done, capacity, peak = self.compiled, self.capacity_bytes, self.peak_bytes

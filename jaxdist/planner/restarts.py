@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.parallel.axes import STATE_AXES
+from jaxdist.parallel.axes import PARAMETER_SHARDS, STATE_AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
@@ -104,7 +104,7 @@ def _hosts(target: Target) -> int:
 def _parts_of_host(run: RunConfig, shape: MeshShape, devices: int) -> int:
     """Returns how many different shards of the state are on the devices of one host, the first."""
     places = np.unravel_index(np.arange(devices), tuple(shape.sizes.values()))
-    split = {axis for axis in STATE_AXES if axis != "fsdp" or run.mesh.zero}
+    split = {axis for axis in STATE_AXES if axis not in PARAMETER_SHARDS or run.mesh.zero}
     rows = [row for axis, row in zip(shape.sizes, places, strict=True) if axis in split]
     return len(set(zip(*rows, strict=True)))
 

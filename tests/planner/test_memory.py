@@ -251,32 +251,11 @@ PEAKS = [
     ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16}, 4_040_859_840),
     ("llama3_8b", "v5p:4x4x4", TENSOR | {"mesh.fsdp": 16, "mesh.sequence_parallel": True}, 3_758_268_096),
     # With context, 2026-11-23.
-    (
-        "llama3_8b",
-        "v5p:4x4x4",
-        LONG | TENSOR | {"mesh.fsdp": 4, "batch.global_size": 4, "mesh.sequence_parallel": True},
-        3_143_616_192,
-    ),
-    ("llama3_8b", "v5p:4x4x4", LONG, 14_855_091_392),
-    ("llama3_8b", "v5p:4x4x4", LONG | {"context.attention": "ring"}, 14_979_591_360),
-    ("llama3_8b", "v5p:4x4x4", LONG | {"remat.policy": "dots"}, 36_858_361_024),
-    (
-        "llama3_8b",
-        "v5p:4x4x4",
-        LONG | {"remat.policy": "dots", "context.attention": "gather"},
-        36_836_116_160,
-    ),
+    ("llama3_8b", "v5p:4x4x4", LONG, 8_508_077_760),
     ("llama3_8b", "v5e:4x4", ON_HOST, 7_660_000_000),
     ("llama3_8b", "v5e:4x4", ON_HOST | {"model.num_layers": 64}, 11_250_000_000),
-    ("llama3_8b", "v5p:4x4x4", LONGER, 40_622_841_536),
-    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "gather"}, 41_225_729_728),
-    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 40_910_613_696),
-    (
-        "llama3_8b",
-        "v5e:16x16",
-        LONG | {"mesh.context": 8, "mesh.fsdp": 32, "batch.global_size": 32},
-        8_801_690_112,
-    ),
+    ("llama3_8b", "v5p:4x4x4", LONGER, 8_516_712_128),
+    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 8_571_221_696),
 ]
 
 
