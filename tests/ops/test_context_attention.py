@@ -174,7 +174,9 @@ def _counted(seen, direction, function):
         if options.causal:
             pairs = q.shape[1] * (q.shape[1] + 1) // 2
 
-        def note(device):  # by the threads of all devices: an append is whole, a sum that is read first is not
+        def note(
+            device,
+        ):  # by the threads of all devices: an append is whole, a sum that is read first is not
             seen.append((direction, int(device), pairs))
 
         jax.debug.callback(note, jax.lax.axis_index("context"))
