@@ -15,9 +15,10 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.parallel.precision import RECIPES
 from jaxdist.trainer import cli
 from jaxdist.verification.comparison import summary
-from jaxdist.verification.runner import PRECISIONS, verify_layouts
+from jaxdist.verification.runner import PRECISIONS, precisions_of, verify_layouts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     flags, config = cli.parse(_parser(), arguments)
     devices = _devices(flags.devices)
-    precisions = tuple(name for name in PRECISIONS if flags.precision in (name, "both"))
+    of_flag = {"": precisions_of(config), "both": PRECISIONS}
+    precisions = of_flag.get(flags.precision, (flags.precision,))
     log = functools.partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
     report = verify_layouts(config, devices, precisions=precisions, only=flags.only, log=log)
     if flags.json:
@@ -38,7 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("verify", __doc__)
     parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
-    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), default="both", help="default: both")
+    parser.add_argument(
+        "--precision",
+        choices=(*PRECISIONS, "both", *RECIPES),
+        default="",
+        help="default: both float32 and bfloat16, and precision.matmul if the config sets it",
+    )
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
     return parser

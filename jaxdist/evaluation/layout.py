@@ -41,9 +41,13 @@ def fitted(
     part = config.batch.global_size // config.batch.accumulation
     rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
+    # What is trained in 8-bit floats is read in the compute dtype, by any device.
+    precision = dataclasses.replace(config.precision, matmul="compute", fp8_small_kernels=False)
 
     def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
-        fitted = dataclasses.replace(config, mesh=mesh, batch=batch, offload=OffloadConfig())
+        fitted = dataclasses.replace(
+            config, mesh=mesh, batch=batch, precision=precision, offload=OffloadConfig()
+        )
         _, rules, spec = validation.validate(fitted, devices, with_data=False, build=maker)
         return fitted, rules, spec
 

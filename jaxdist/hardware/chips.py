@@ -46,6 +46,9 @@ class Chip:
     slices: tuple[tuple[int, ...], ...] = ()  # chips along each ICI dim; see `legal_slice` for cubes
     max_slice_chips: int = 0  # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
     pci_device_id: str = ""  # of Google's chips, as /sys/bus/pci/devices/*/device has it
+    # Cycles of a product of 8-bit floats over those of bfloat16, with both operands converted before: e4m3,
+    # 8192 x 4096 x 14336, by the compiler (libtpu 0.0.42.1). None: not compiled, or of no meaning.
+    fp8_cost: float | None = None
     sparse_core_collectives: bool = False  # its SparseCores can move them while the TensorCores compute
 
     @property
@@ -67,6 +70,12 @@ class Chip:
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s of one device for a dtype name, or None if none is published."""
         return self.peak_flops_per_s.get(dtype)
+
+    @property
+    def fp8_gains(self) -> bool:
+        """Whether products of 8-bit floats are known to be faster than bfloat16's."""
+        half, byte = self.peak("bfloat16"), self.peak("float8")
+        return self.link != "ICI" and half is not None and byte is not None and byte > half
 
     def with_network(self, network: "Network") -> "Chip":
         """Returns the chip behind another network between its slices or hosts."""
@@ -193,15 +202,15 @@ CHIPS: tuple[Chip, ...] = (
           network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=4096, pci_device_id="0x005e"),
     _chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16 * _GIB, 819,
           (4, "ICI", 45), _CLOUD + "TPU v5e" + _BOOK, family="v5e", usable_gib=15.75, ghz=1.5,
-          network=3.125, pcie=15, slices=_FLAT, pci_device_id="0x0063"),
+          network=3.125, pcie=15, slices=_FLAT, pci_device_id="0x0063", fp8_cost=1.58),
     _chip("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95 * _GIB, 2765,
           (6, "ICI", 90), _CLOUD + "TPU v5p" + _BOOK + _JAX, family="v5p", usable_gib=95.74, ghz=1.75,
           network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=6144, pci_device_id="0x0062",
-          sparse_core_collectives=True),
+          sparse_core_collectives=True, fp8_cost=1.14),
     _chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
           32 * _GIB, 1640, (4, "ICI", 90), _CLOUD + "TPU v6e" + _BOOK, family="v6e", usable_gib=31.25,
           ghz=1.75, network=12.5, pcie=32, slices=_FLAT, pci_device_id="0x006f",
-          sparse_core_collectives=True),
+          sparse_core_collectives=True, fp8_cost=1.77),
     _chip("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192 * _GIB, 7380, (6, "ICI", 90),
           _CLOUD + "TPU7x (Ironwood)" + _BOOK, family="tpu7x", devices=2, usable_gib=94.75, ghz=2.2,
           network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216, pci_device_id="0x0076",

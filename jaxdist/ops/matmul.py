@@ -11,6 +11,9 @@ What suits a backend differs in two ways. CPU and GPU multiply [rows, columns]: 
 over at once (batch and sequence, in a kernel's gradient) XLA's CPU backend copies an operand
 transposed, which costs a quarter of the step. TPU multiplies arrays as they are: merging heads with
 their size copies both, 5 % of a step. And there the sum over devices is written out.
+
+With `precision.matmul` the large kernels' products are of 8-bit floats (`ops.fp8`): three of a kernel, each
+with codes of its own, since a scale belongs to what a product sums over.
 """
 
 import contextlib
@@ -24,10 +27,13 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ops import fp8
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.axes import BATCH_AXES
+from jaxdist.parallel.remat import FP8_PRODUCTS
 from jaxdist.protocols.param_names import Names
 
 
@@ -39,6 +45,11 @@ class FrozenKernel:
     parts: tuple[jax.Array, ...]
     names: tuple[Names, ...] = field(metadata={"static": True})  # of the parts' dims
     restored: Callable[..., jax.Array] = field(default=jnp.asarray, metadata={"static": True})
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether it is stored as one array, as it is computed with."""
+        return len(self.parts) == 1 and self.restored is jnp.asarray
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the kernel as it is computed with; its parts cross devices as they are stored."""
@@ -62,7 +73,7 @@ def project(x: jax.Array, *kernels: Any, contract: int = 1) -> tuple[jax.Array, 
     for kernel in stored:
         if not isinstance(kernel, FrozenKernel):
             chex.assert_equal(kernel.shape[:contract], x.shape[-contract:])
-    products = zip(kernels, _project(x, stored, names, contract), strict=True)
+    products = zip(kernels, _by_format(x, stored, names, contract), strict=True)
     return tuple(k.apply_adapter(y, x) if hasattr(k, "frozen") else y for k, y in products)
 
 
@@ -74,6 +85,29 @@ def project_lightly(x: jax.Array, kernel: nnx.Variable) -> jax.Array:
     names = (getattr(kernel, "logical", ()),)
     (y,) = jax.vmap(lambda x, kernel: _project(x, (kernel,), names, 1))(x[None], kernel[...][None])
     return y[0]
+
+
+def _by_format(x, kernels, names: tuple[Names, ...], contract: int) -> tuple[jax.Array, ...]:
+    """Returns the products with kernels, those in 8-bit floats and the others each as a group."""
+    small = [not _in_8_bits(x, *kernel, contract) for kernel in zip(kernels, names, strict=True)]
+    if all(small):
+        return _project(x, kernels, names, contract)
+    products: dict[int, jax.Array] = {}
+    for multiply, wanted in ((_project_fp8, False), (_project, True)):
+        if places := [i for i, is_small in enumerate(small) if is_small is wanted]:
+            group = tuple(kernels[i] for i in places), tuple(names[i] for i in places)
+            products |= zip(places, multiply(x, *group, contract), strict=True)
+    return tuple(products[i] for i in range(len(kernels)))
+
+
+def _in_8_bits(x, kernel, names: Names, contract: int) -> bool:
+    now = execution.current()
+    if now.matmul == "compute" or x.dtype != now.compute_dtype(x.dtype):  # wider is meant (routers)
+        return False
+    if isinstance(kernel, FrozenKernel) and not kernel.is_plain:
+        return False
+    dims = kernel.parts[0].shape if isinstance(kernel, FrozenKernel) else kernel.shape
+    return not fp8.why_not(names, dims, contract, now.matmul, small=now.fp8_small_kernels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -119,6 +153,95 @@ def _gradients(names, contract, residuals, cotangents):
 
 
 _project.defvjp(_forward, _backward)
+
+
+# --- in 8-bit floats ------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _project_fp8(x, kernels, names: tuple[Names, ...], contract: int):
+    return _forward_fp8(x, kernels, names, contract)[0]
+
+
+def _forward_fp8(x, kernels, names, contract):
+    tensorwise, products = execution.current().matmul == "fp8_tensorwise", []
+    rows = _rows(x, contract)
+    (codes,), inverse = fp8.quantise([rows], [[rows.ndim - 1]], fp8.E4M3, tensorwise=tensorwise)
+    for kernel, name in zip(_plain(kernels), names, strict=True):
+        (used,), inverse_N = fp8.gather([kernel], [name], [range(contract)], tensorwise=tensorwise)
+        y = fp8.product(codes, _matrix(used, contract), ([rows.ndim - 1], [0]), x.dtype)
+        scales = (_expanded(s, y.ndim, at) for s, at in ((inverse, 0), (inverse_N.ravel(), y.ndim - 1)))
+        y = checkpoint_name(fp8.scaled(y, *scales), FP8_PRODUCTS)
+        products.append(y.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:]))
+    return tuple(products), (x, kernels)
+
+
+def _backward_fp8(names, contract, residuals, cotangents):
+    x, kernels = residuals
+    plain = _plain(kernels)
+    columns = [_rows(dy, k.ndim - contract) for dy, k in zip(cotangents, plain, strict=True)]
+    dx = _input_gradient_fp8(columns, plain, names, contract, x.dtype).reshape(x.shape)
+    gradients: list[jax.Array | None] = []
+    for i, kernel in enumerate(kernels):
+        if isinstance(kernel, FrozenKernel):
+            gradients.append(None)
+        elif execution.current().matmul == "fp8_rowwise_wgrad_bf16":
+            gradients.append(_kernel_gradient(x, cotangents[i], kernel, names[i], contract))
+        else:
+            rows = _rows(x, contract)
+            gradients.append(_kernel_gradient_fp8(rows, columns[i], kernel, names[i], contract))
+    return dx, tuple(gradients)
+
+
+_project_fp8.defvjp(_forward_fp8, _backward_fp8)
+
+
+def _input_gradient_fp8(columns, kernels, names, contract: int, dtype) -> jax.Array:
+    """Returns the sum over kernels of dy times the kernel transposed, [rows.., K], as of one wide kernel.
+
+    It is one product, so that a tensor-parallel layer sums once; for that all kernels share their scales.
+    """
+    recipe, parts = execution.current().matmul, execution.current().axis_size("tensor")
+    narrow = fp8.E5M2 if recipe == "fp8_tensorwise" else fp8.E4M3
+    last = columns[0].ndim - 1
+    dy, inverse = fp8.quantise(
+        columns, [[last]] * len(columns), narrow, tensorwise=recipe == "fp8_tensorwise"
+    )
+    outs = [range(contract, kernel.ndim) for kernel in kernels]
+    used, inverse_K = fp8.gather(kernels, names, outs, tensorwise=recipe != "fp8_rowwise")
+    matrices = [_matrix(codes, contract) for codes in used]
+    # Every tensor shard stacks its own columns: nothing moves.
+    parts = 1 if any(kernel.shape[contract] % parts for kernel in kernels) else parts
+    split = [[x.reshape(*x.shape[:-1], parts, -1) for x in side] for side in (dy, matrices)]
+    sides = [jnp.concatenate(side, -1) for side in split]
+    dx = fp8.product(*sides, ([last, last + 1], [1, 2]), dtype)
+    return fp8.scaled(dx, _expanded(inverse, dx.ndim, 0), _expanded(inverse_K.ravel(), dx.ndim, last))
+
+
+def _kernel_gradient_fp8(x, dy, kernel, names: Names, contract: int) -> jax.Array:
+    """Returns a kernel's gradient from rows of its inputs and of its outputs' cotangents."""
+    dtype, tensorwise = jnp.dtype(execution.current().reduce), execution.current().matmul == "fp8_tensorwise"
+    axes = tuple(range(x.ndim - 1))
+    (x,), inverse_K = fp8.quantise([x], [axes], fp8.E4M3, tensorwise=tensorwise)
+    narrow = fp8.E5M2 if tensorwise else fp8.E4M3
+    (dy,), inverse_N = fp8.quantise([dy], [axes], narrow, tensorwise=tensorwise)
+    # Summed over devices before it is scaled: so the sum is the product's own, and can be scattered.
+    product = execution.scatter(fp8.product(x, dy, (axes, axes), dtype).reshape(kernel.shape), names)
+    dims = kernel.shape[:contract], kernel.shape[contract:]
+    scales = (s.reshape(own) if s.ndim else s for s, own in zip((inverse_K, inverse_N), dims, strict=True))
+    placed = (_expanded(s, product.ndim, at) for s, at in zip(scales, (0, contract), strict=True))
+    return fp8.scaled(product, *placed).astype(kernel.dtype)
+
+
+def _plain(kernels) -> list[jax.Array]:
+    return [kernel.parts[0] if isinstance(kernel, FrozenKernel) else kernel for kernel in kernels]
+
+
+def _expanded(scales: jax.Array, ndim: int, at: int) -> jax.Array:
+    """Returns scales with dims of size 1, so that theirs begin at dim `at` of `ndim`; a scalar as it is."""
+    if not scales.ndim:
+        return scales
+    return scales.reshape((1,) * at + scales.shape + (1,) * (ndim - at - scales.ndim))
 
 
 def _gathered(kernels, names, dtype) -> list[jax.Array]:

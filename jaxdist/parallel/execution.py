@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
+from jaxdist.parallel.precision import Matmul
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
@@ -31,6 +32,8 @@ class Execution:
     rules: Rules = ONE_DEVICE
     compute: str | None = None  # dtype of matrix products and activations; None: that of the parameters
     reduce: str = "float32"  # dtype in which kernels' gradients leave their product and cross devices
+    matmul: Matmul = "compute"  # products with large kernels: in `compute`, or 8-bit floats by recipe
+    fp8_small_kernels: bool = False  # and with small ones, too
     manual: tuple[str, ...] = ()  # mesh axes of the region: arrays are a device's part along them
 
     @property
@@ -98,13 +101,15 @@ def activate(
     *,
     compute: str | None = None,
     reduce: str = "float32",
+    matmul: Matmul = "compute",
+    fp8_small_kernels: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
     """Makes models and ops that are traced inside see the mesh, the rules and the dtypes."""
     # One device needs no constraints, unless it is compiled for from another platform: ops ask the
     # mesh which kernels they may use.
     if mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == jax.default_backend():
         mesh, rules = None, ONE_DEVICE
-    return _entered(Execution(mesh, rules, compute, reduce))
+    return _entered(Execution(mesh, rules, compute, reduce, matmul, fp8_small_kernels))
 
 
 def region(

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 
@@ -14,7 +15,7 @@ from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, pipeline_report, validation
+from jaxdist.trainer import build, pipeline_report, product_formats, validation
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_EMULATED = 2**14  # devices; each takes threads and memory
@@ -34,6 +35,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
     for line in (
         *build.reduction_lines(run, spec, rules),
         *build.context_lines(run, rules),
+        *product_formats.lines(run, spec, devices[0], partial(build.batch_shapes, run, 1)),
         *pipeline_report.lines(run, spec, rules),
     ):
         say(line)

@@ -22,6 +22,7 @@ from jaxdist.parallel.offload import HOST, to_device
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage_params import StageParams
+from jaxdist.parallel.precision import Matmul
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
@@ -52,6 +53,8 @@ class StepConfig:
     compute: str = "float32"
     params: str = "float32"
     reduce: str = "float32"
+    matmul: Matmul = "compute"
+    fp8_small_kernels: bool = False
     reduce_over_replicas: Reduce = "auto"  # mesh.reduce
     remat: str = "dots"
     ema_decay: float = 0.0
@@ -63,6 +66,12 @@ class StepConfig:
     def parts(self) -> int:
         """Returns the sequential parts that a step's batch is cut into."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
+
+    @property
+    def products(self) -> dict[str, Any]:
+        """Returns what `execution.activate` is told of products, in training and evaluation alike."""
+        names = ("compute", "matmul", "fp8_small_kernels")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,7 @@ def _build_inspect(
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         if faults := model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages):
             raise ConfigError(faults)
-        with execution.activate(mesh, rules, compute=config.compute, reduce=config.reduce):
+        with execution.activate(mesh, rules, reduce=config.reduce, **config.products):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
             sums = sum_gradients(
@@ -198,7 +207,7 @@ def _build_evaluate(
 
     def evaluate(state: State, batch: Batch) -> LossSums:
         arrays = state.model_arrays
-        with execution.activate(mesh, rules, compute=config.compute):
+        with execution.activate(mesh, rules, **config.products):
             _, (loss, _) = loss_of(*arrays, batch, None)
             others = {f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()}
             if measures:

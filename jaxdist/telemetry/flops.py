@@ -68,30 +68,36 @@ def transformer_flops_per_token(
 COSTS: dict[str, Callable[[Sequence[Any]], float]] = {}
 
 
-def jaxpr_flops(jaxpr: Any) -> float:
+def jaxpr_flops(jaxpr: Any, *, fp8_only: bool = False) -> float:
     """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops multiplied out.
 
     scan counts length x body; while once (functions in `COSTS` have their own count); cond its dearest
     branch; shard_map its body x the manual axes; pallas_call its kernel x the grid (blocks that the kernel
     skips count as done). Attention counts in full, as written.
+
+    Args:
+      fp8_only: counts products of 8-bit floats alone.
     """
-    return sum(map(_equation_flops, _open(jaxpr).eqns), 0.0)
+    return sum((_equation_flops(equation, fp8_only) for equation in _open(jaxpr).eqns), 0.0)
 
 
-def _equation_flops(equation: Any) -> float:
+def _equation_flops(equation: Any, fp8_only: bool) -> float:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        if fp8_only and any(variable.aval.dtype.itemsize > 1 for variable in equation.invars[:2]):
+            return 0.0
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
         return count(lhs, rhs, equation.outvars[0].aval.shape, params)
     if name == "custom_vjp_call":
         cost = COSTS.get(params["call_jaxpr"].jaxpr.debug_info.func_name)
         if cost is not None:
-            return cost([variable.aval for variable in equation.invars])
+            return 0.0 if fp8_only else cost([variable.aval for variable in equation.invars])
     if name == "cond":
-        return max(map(jaxpr_flops, params["branches"]))
+        return max(jaxpr_flops(branch, fp8_only=fp8_only) for branch in params["branches"])
     # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among their parameters
-    flops = sum(jaxpr_flops(value) for value in params.values() if hasattr(_open(value), "eqns"))
+    inner = (value for value in params.values() if hasattr(_open(value), "eqns"))
+    flops = sum(jaxpr_flops(value, fp8_only=fp8_only) for value in inner)
     if name == "scan":
         return flops * params["length"]
     if name == "shard_map":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
 from jaxdist.protocols.param_names import Names
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
+from jaxdist.trainer import product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -77,6 +79,8 @@ def build_step(
         compute=run.precision.compute,
         params=run.precision.params,
         reduce=run.precision.reduce,
+        matmul=run.precision.matmul,
+        fp8_small_kernels=run.precision.fp8_small_kernels,
         reduce_over_replicas=run.mesh.reduce,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
@@ -208,6 +212,7 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     with execution.activate(built.mesh, built.rules):
         chosen: list[str] = choices()
     lines = [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules)]
+    lines += product_formats.lines(run, spec, built.mesh.devices.flat[0], partial(batch_shapes, run, 1))
     return [*lines, *context_lines(run, built.rules), *chosen]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 
@@ -21,6 +22,7 @@ from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import build as run_build
+from jaxdist.trainer import product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -33,6 +35,7 @@ def validate(
         checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults]) from None
+    faults += product_formats.faults(run, spec, devices[0], partial(run_build.batch_shapes, run, 1))
     if faults:
         raise ConfigError(faults)
     parts, stages = run.batch.accumulation * run_build.num_microbatches(run, shape), shape.sizes["pipeline"]

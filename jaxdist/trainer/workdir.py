@@ -307,7 +307,7 @@ def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh) -> Throughput:
     flops = model_flops(run, spec)
     return Throughput(
         num_devices=mesh.devices.size,
-        peak_flops_per_s=chip.peak(run.precision.compute) if chip else None,
+        peak_flops_per_s=chip.peak(run.precision.peak) if chip else None,
         causal_flops_per_token=flops["causal"],
         full_flops_per_token=flops["full"],
     )

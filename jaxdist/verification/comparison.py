@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdist.parallel.precision import RECIPES
+
 Arrays = dict[str, np.ndarray]  # path -> array, float64
 NOISE = 1e-5  # a leaf whose gradient is this much below the largest is rounding alone
 
@@ -24,7 +26,12 @@ class Bands:
 
 # A step left out is an update error of 1, a wrong direction 1.4.
 # Measured: 5e-5 and 0.02.
-BANDS = {"float32": Bands(1e-6, 1e-5, 1e-6, 1e-3), "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1)}
+BANDS = {
+    "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
+    "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
+    # A sum that rounds otherwise may fall on the other side of a code's border, and codes have 4 bits.
+    **dict.fromkeys(RECIPES, Bands(1e-3, 0.1, 2e-2, 0.2)),
+}
 # A model may answer to rounding by more than a band: where a ReLU is near zero for a frequent input, rounding
 # decides about its gradient. What counts then is the distance from float32's gradient: a layout may have this
 # many times that of one device.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import experts
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.precision import FloatName, PrecisionConfig
+from jaxdist.parallel.precision import RECIPES, FloatName, PrecisionConfig, Recipe
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, validation
@@ -24,6 +24,7 @@ from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
 _Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
+Precision = FloatName | Recipe  # of a row: float32, bfloat16, or bfloat16 with products of 8-bit floats
 PRECISIONS: tuple[FloatName, ...] = ("float32", "bfloat16")
 # XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it fuses, so on the
 # layout: alone this makes gradients differ by 2e-2. Here all stay where the program has them.
@@ -49,7 +50,7 @@ _tracing = threading.Lock()  # flax's switches are global to the process
 
 def compile_layout(
     run: RunConfig,
-    precisions: Sequence[FloatName],
+    precisions: Sequence[Precision],
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
 ) -> dict[str, Program]:
@@ -62,9 +63,8 @@ def compile_layout(
     programs: dict[str, Program] = {}
     inits: dict[str, Any] = {}  # by dtype of the stored parameters
     for precision in precisions:
-        # In float32 nothing may be rounded to less; in bfloat16 the config says what is stored.
-        stored: FloatName = "float32" if precision == "float32" else run.precision.params
-        this = dataclasses.replace(run, precision=PrecisionConfig(stored, precision))
+        this = dataclasses.replace(run, precision=_precision(run, precision))
+        stored = this.precision.params
         with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
             _, rules, spec = validation.validate(this, devices)
             if spec.streams and this.batch.accumulation > 1:
@@ -76,6 +76,21 @@ def compile_layout(
             inits[stored] = start.compile(compiler_options=options)
         programs[precision] = Program(built, inits[stored], step.compile(compiler_options=options))
     return programs
+
+
+def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
+    """Returns the precisions that a run's layouts are compared in."""
+    return PRECISIONS if run.precision.matmul == "compute" else (*PRECISIONS, run.precision.matmul)
+
+
+def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
+    """Returns the config of a row: in float32 nothing is rounded to less, else the run says what is stored."""
+    if name == "float32":
+        return PrecisionConfig("float32", "float32")
+    matmul = name if name in RECIPES else "compute"  # at tiny sizes: of all kernels
+    return PrecisionConfig(
+        run.precision.params, "bfloat16", matmul=matmul, fp8_small_kernels=matmul != "compute"
+    )
 
 
 def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
@@ -118,7 +133,7 @@ def verify_layouts(
     run: RunConfig,
     devices: Sequence[jax.Device],
     *,
-    precisions: Sequence[FloatName] = PRECISIONS,
+    precisions: Sequence[Precision] = (),
     only: str = "",
     log: Log = print,
 ) -> Report:
@@ -126,7 +141,7 @@ def verify_layouts(
 
     Args:
       run: a config of any size; it is shrunk.
-      precisions: compute dtypes, of "float32" and "bfloat16".
+      precisions: "float32", "bfloat16" and recipes of `precision.matmul`; default: `precisions_of` the run.
       only: proves just the layouts whose name contains this.
       log: is told the progress, a line each.
 
@@ -140,12 +155,13 @@ def verify_layouts(
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
     batches = cases.batches(small, _depth(small, wanted))
     # Which leaves to leave out is judged in float32, so that reference is always there.
+    precisions = precisions or precisions_of(run)
     both = tuple(dict.fromkeys(("float32", *precisions)))
     results, skipped = [], {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
         def start(
-            overrides: cases.Overrides, precisions: Sequence[FloatName], devices: Sequence[jax.Device]
+            overrides: cases.Overrides, precisions: Sequence[Precision], devices: Sequence[jax.Device]
         ) -> Future[dict[str, Program]]:
             layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
             return pool.submit(compile_layout, layout, precisions, devices, next(iter(batches.values())))
