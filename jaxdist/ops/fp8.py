@@ -67,14 +67,12 @@ def _powers_of_two(amax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
     exponent = (bits >> _MANTISSA) & _SPECIAL
     above = (bits & ((1 << _MANTISSA) - 1)) > 3 << (_MANTISSA - 2)  # more than 1.75 times its power of two
-    power = _TOP[dtype] + _BIAS - exponent - above
-    power = jnp.where(exponent == _SPECIAL, _SPECIAL - _BIAS, jnp.clip(power, -_LARGEST, _LARGEST))
+    power = jnp.clip(_TOP[dtype] + _BIAS - exponent - above, -_LARGEST, _LARGEST)
 
     def two_to_the(power: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type((power + _BIAS) << _MANTISSA, jnp.float32)
 
-    scale, inverse = two_to_the(power), two_to_the(-power)
-    return tuple(jnp.where(exponent == _SPECIAL, jnp.nan, x) for x in (scale, inverse))
+    return jnp.where(exponent == _SPECIAL, jnp.nan, two_to_the(power)), two_to_the(-power)
 
 
 def gather(

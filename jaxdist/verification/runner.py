@@ -84,7 +84,7 @@ def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
 
 
 def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
-    """Returns the config of a row: in float32 nothing is rounded to less, else the run says what is stored."""
+    """Returns the config of a row: in float32 nothing is stored in less, else the run says in what."""
     if name == "float32":
         return PrecisionConfig("float32", "float32")
     matmul = name if name in RECIPES else "compute"  # at tiny sizes: of all kernels
