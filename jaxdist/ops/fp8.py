@@ -51,7 +51,8 @@ def quantise(
     """
     axes = [range(x.ndim) if tensorwise else own for x, own in zip(arrays, axes, strict=True)]
     pairs = list(zip(arrays, map(tuple, axes), strict=True))
-    first, *rest = (jnp.max(jnp.abs(x), own).astype(jnp.float32) for x, own in pairs)
+    # Across devices in float32, too: some of XLA for CPUs in bfloat16 abort (see `execution.sum_over`).
+    first, *rest = (jnp.max(jnp.abs(x).astype(jnp.float32), own) for x, own in pairs)
     for amax in rest:
         first = jnp.maximum(first, amax)
     scale, inverse = _powers_of_two(first, dtype)
