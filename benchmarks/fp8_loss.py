@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import measuring
@@ -33,7 +34,7 @@ RUN = {
     "train.steps": STEPS, "batch.global_size": 8, "optimizer.name": "adamw", "optimizer.learning_rate": 0.003,
     "optimizer.warmup_steps": 20, "optimizer.schedule": "cosine",
 }  # fmt: skip
-PRECISIONS: dict[str, dict[str, object]] = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"compute": "bfloat16"},
     **{

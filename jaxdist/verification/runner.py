@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import experts
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.precision import RECIPES, FloatName, PrecisionConfig, Recipe
+from jaxdist.parallel.precision import FloatName, PrecisionConfig, Recipe
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, validation
@@ -87,10 +87,10 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
     """Returns the config of a row: in float32 nothing is stored in less, else the run says in what."""
     if name == "float32":
         return PrecisionConfig("float32", "float32")
-    matmul = name if name in RECIPES else "compute"  # at tiny sizes: of all kernels
-    return PrecisionConfig(
-        run.precision.params, "bfloat16", matmul=matmul, fp8_small_kernels=matmul != "compute"
-    )
+    if name == "bfloat16":
+        return PrecisionConfig(run.precision.params, name)
+    # Of all kernels: at tiny sizes every one is small.
+    return PrecisionConfig(run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True)
 
 
 def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
