@@ -155,8 +155,7 @@ def verify_layouts(
     log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
     batches = cases.batches(small, _depth(small, wanted))
     # Which leaves to leave out is judged in float32, so that reference is always there.
-    precisions = precisions or precisions_of(run)
-    both = tuple(dict.fromkeys(("float32", *precisions)))
+    both = tuple(dict.fromkeys(("float32", *(precisions := precisions or precisions_of(run)))))
     results, skipped = [], {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
