@@ -14,7 +14,7 @@ from jaxdist.ops import fp8
 from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from support.models import ONE, Layout, rules_and_mesh
-from support.paths import TESTS
+from support.paths import DATA
 
 # Recipes, and torchao's names for them.
 RECIPES = {
@@ -22,7 +22,7 @@ RECIPES = {
     "fp8_rowwise_wgrad_bf16": "rowwise_with_gw_hp",
     "fp8_tensorwise": "tensorwise",
 }
-GOLDEN = TESTS / "golden" / "fp8_torchao.npz"  # by support/fp8_torchao.py
+GOLDEN = DATA / "fp8" / "torchao.npz"  # by support/fp8_torchao.py
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 

@@ -1,4 +1,4 @@
-"""Writes tests/golden/fp8_torchao.npz: products of torchao's `Float8Linear`, by its own emulation.
+"""Writes tests/data/fp8/torchao.npz: products of torchao's `Float8Linear`, by its own emulation.
 
     python tests/support/fp8_torchao.py FILE          # torch and torchao; 0.18 made the file that is there
 
