@@ -213,8 +213,8 @@ def _input_gradient_fp8(columns, kernels, names, contract: int, dtype) -> jax.Ar
     # Every tensor shard stacks its own columns: nothing moves.
     parts = 1 if any(kernel.shape[contract] % parts for kernel in kernels) else parts
     split = [[x.reshape(*x.shape[:-1], parts, -1) for x in side] for side in (dy, matrices)]
-    sides = [jnp.concatenate(side, -1) for side in split]
-    dx = fp8.product(*sides, ([last, last + 1], [1, 2]), dtype)
+    left, right = (jnp.concatenate(side, -1) for side in split)
+    dx = fp8.product(left, right, ([last, last + 1], [1, 2]), dtype)
     return fp8.scaled(dx, _expanded(inverse, dx.ndim, 0), _expanded(inverse_K.ravel(), dx.ndim, last))
 
 
