@@ -299,7 +299,7 @@ def test_the_command_finds_layouts_equal(capsys):
     assert code == 0 and report["passed"]
     rows = report["layouts"]
     assert [(r["layout"], r["precision"]) for r in rows] == [
-        ("tensor 2 x fsdp 4, sequence parallel", precision) for precision in BANDS
+        ("tensor 2 x fsdp 4, sequence parallel", precision) for precision in runner.PRECISIONS
     ]
     for found in rows:
         bands = BANDS[found["precision"]]
