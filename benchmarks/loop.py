@@ -124,7 +124,7 @@ def bare_side(run: recipe.RunConfig) -> sides.Side:
 def mfu(run: recipe.RunConfig, spec: ModelSpec, rounds: list[dict]) -> dict[str, dict[str, float]]:
     """Returns {loop, bare: {causal, full}} by the median of the rounds; {} where the peak is not known."""
     chip = chips.chip_for(jax.devices()[0].device_kind)
-    peak = chip.peak(run.precision.compute) if chip else None
+    peak = chip.peak(run.precision.peak) if chip else None
     if not peak:
         return {}
     tokens = run.batch.global_size * run.batch.sequence_length / jax.device_count()

@@ -114,9 +114,11 @@ def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
     peak = chip.peak("bfloat16")
     if peak is None:
         return f"{chip.name}: no published bfloat16 peak, so mfu will be null in bfloat16"
+    byte = chip.peak("float8") if chip.fp8_gains else None
+    other = f" ({byte / 1e12:g} where precision.matmul is in 8-bit floats)" if byte else ""
     return (
         f"model FLOPs (causal attention, no recomputation) / (time x {peak / 1e12:g} TFLOP/s in "
-        f"bfloat16 x devices); precisions without a published peak give null"
+        f"bfloat16{other} x devices); precisions without a published peak give null"
     )
 
 

@@ -165,6 +165,12 @@ def _tensor_cores(half: float, tf32: float, single: float, byte: float, **others
     return rates | {"float8": byte, "int8": byte} | others
 
 
+# What products of 8-bit floats reach of their peak, over what bfloat16's reach of theirs. H100 at 500 W,
+# 8192^3 and 65536 x 8192 x 7168, by row: 0.96, 0.94 (FBGEMM, pull request 2546: 1125 and 585, 1083 and 575
+# TFLOP/s). B200, 4096^3: 0.98 (OpenXLA, matmul_interpolator_data.h: 2765 and 1417; the 2424 that it has for
+# H100 is above the peak).
+FP8_REACHED = 0.95
+
 # Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4 x 128 x 128, v4 and
 # v5p 8 of them, v6e 4 x 256 x 256, 7x the same in each of its two devices). With it the compiler's cycles of
 # single ops (matmuls 8192^3 and 8192x4096x14336, a 3 GiB stream; libtpu 0.0.50.1) are 70 to 98 % of peak.

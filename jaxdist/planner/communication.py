@@ -224,8 +224,9 @@ class _Reader:
         origins = {_parameter(source.op_name) for source in sources if source}
         if kind not in ("reduce-scatter", "all-to-all") and origins:
             return f"gather of {', '.join(sorted(origins))}"
-        if hlo.num_bytes(types) <= 4096 or types[0][0][0] in "su":
-            return "scalars" if hlo.num_bytes(types) <= 4096 else "tokens"  # of integers
+        if (size := hlo.num_bytes(types)) <= 4096 or types[0][0][0] in "su":  # scalars, or of integers
+            large = "gather of weights" if types[0][0] == "u8" else "tokens"  # codes of 8-bit floats
+            return "scalars" if size <= 4096 else large
         # What is summed over parts of the batch, at once or by permutes, is the gradient of weights.
         summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
         return "gradient" if summed and {*axis.split("+")} <= _TOKENS else "activations"
@@ -313,9 +314,8 @@ def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float
 def _why(group: Sequence[Collective], chip: Chip | None) -> str:
     """Returns why a compiler leaves such collectives in the open, where that is known."""
     first = group[0]
-    whole = (
-        first.kind == "all-reduce" and first.what.startswith("gradient") and "fsdp" in first.axis.split("+")
-    )
+    summed = first.kind == "all-reduce" and first.what.startswith("gradient")
+    whole = summed and "fsdp" in first.axis.split("+")
     if chip is None or not chip.torus_dims:
         return ""
     reasons = ["libtpu sums whole gradients here, twice a reduce-scatter's bytes"] * whole

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
+from jaxdist.hardware.chips import FP8_REACHED
 from jaxdist.ops.experts.grouped_matmul import SHARE_SLACK
 from jaxdist.parallel import remat
 from jaxdist.parallel.axes import (
@@ -37,7 +38,7 @@ from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
-from jaxdist.trainer import build
+from jaxdist.trainer import build, product_formats
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
@@ -273,6 +274,12 @@ class _Model:
         flops = model_flops(run, spec)
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens  # one forward pass, causal
         self.products = flops["causal"] * self.tokens - 3 * self.attention
+        coded, byte = product_formats.parameters(run, spec), products_peak(target, run.precision.peak)
+        # Codes of 8-bit floats are gathered; their products take less time than so many FLOPs in bfloat16.
+        self.gathered = self.computed - (self.computed - 1) * coded / spec.parameter_count
+        thirds = 2 / 3 if run.precision.matmul == "fp8_rowwise_wgrad_bf16" else 1
+        saved = 1 - self.peak / (FP8_REACHED * byte) if coded and byte else 0.0
+        self.paced = 1 - saved * thirds * 6 * coded * self.tokens / self.products
         self.reached = attention_share(target, run.model.get("head_dim", 128))  # of peak, by its kernels
         self.width = run.model.get("d_model", 0)  # of foreign models, what activations send is left out
 
@@ -332,7 +339,7 @@ class _Model:
             shards = math.prod(shape.sizes[axis] for axis in axes.split("+"))
             state = local / (shards if zero else 1)
             partial = state if zero >= 2 else local  # gradients, as they are added up
-            gathered = 2 * passes * self.computed * local if zero >= 3 else self.stored * local
+            gathered = 2 * passes * self.gathered * local if zero >= 3 else self.stored * local
             gathers += self._time("all-gather", gathered, shape, axes)
             gradients += self._time(reduced, sent["fsdp"] * local, shape, axes)
             gradients += sum(self._time("all-reduce", sent[axis] * partial, shape, axis) for axis in adding)
@@ -387,7 +394,7 @@ class _Model:
         if gpu:  # a share of each expert's rows is padded; hidden rows are computed again
             rows = 6.0 * self.by_experts + 2.0 * self.made[_EXPERTS]
             products += (SHARE_SLACK - 1) * rows * self.tokens
-        return (products + kernels) / self.target.num_devices / self.peak
+        return (products * self.paced + kernels) / self.target.num_devices / self.peak
 
     def _again(self, policy: str) -> float:
         """Returns the share of blocks' products that are computed again; experts' hidden rows always are."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError, schema
+from jaxdist.hardware.chips import FP8_REACHED
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import advice, communication, experts, memory, restarts, show, targets, timing
@@ -19,8 +20,8 @@ from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.telemetry import hlo
-from jaxdist.telemetry.units import gib_text
+from jaxdist.telemetry import flops, hlo
+from jaxdist.telemetry.units import gib_text, percent_text
 from jaxdist.trainer import build, pipeline_report
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
@@ -243,6 +244,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         tokens=_tokens_per_step(run),
         flops_per_token=model_flops(run, plan.spec),
         compute=compute,
+        peak=run.precision.peak,
         bubble=plan.pipeline.get("bubble", 0.0),
     )
     notes += communication.warnings(
@@ -253,11 +255,23 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         chip=target.chip,
         step_s=time.step_s,
     )
+    notes += _fp8_lines(module)
     sure = time.sure + _other_compiler(time.sure, target.platform, versions())
     even = experts.rounds(plan.expert_load) == 1
     told = tuple(note for note in time.notes if even or not note.startswith(timing.EVEN_LOAD))
     time = replace(time, sure=sure, notes=told)
     return replace(plan, collectives=collectives, warnings=notes, time=time)
+
+
+def _fp8_lines(module: hlo.Module) -> list[str]:
+    """Returns the line that says how products of 8-bit floats are counted; none without them."""
+    if not (counted := flops.hlo_flops(module, fp8_only=True)):
+        return []
+    share = percent_text(counted / flops.hlo_flops(module))
+    return [
+        f"{share} of the program's FLOPs are in 8-bit floats, counted at {FP8_REACHED:g} of the share of "
+        f"their peak that bfloat16's products reach of theirs; no step with them was compared"
+    ]
 
 
 def _other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:

@@ -220,7 +220,9 @@ def _time(plan: Json) -> Iterator[RenderableType]:
     yield table
     shares = {"MFU causal": time["mfu_causal"], "MFU full": time["mfu_full"], "HFU": time["hfu"]}
     known = ", ".join(f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None)
-    known = known or "MFU unknown: no peak is published for this dtype"
+    if known:
+        known += f", of {time['peak_flops_per_s'] / 1e12:.4g} TFLOP/s a device ({time['peak_dtype']})"
+    known = known or f"MFU unknown: no peak of {time['peak_dtype']} is published"
     unit = plan["layout"]["unit"]
     known += " (of active parameters)" * bool(plan["experts"])
     yield Text(f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from jaxdist.hardware.chips import FP8_REACHED
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
@@ -106,7 +107,9 @@ class Time:
     step_s: float | None = None  # compute, attention and exposed communication
     low_s: float | None = None  # compute, fused backward products as fast as single ones, and attention
     high_s: float | None = None  # and all communication in the open
-    mfu_causal: float | None = None  # None too where no peak is published for the dtype
+    peak_dtype: str = ""  # whose peak the shares below are of
+    peak_flops_per_s: float | None = None  # that peak, of one device; None: none is published
+    mfu_causal: float | None = None  # None too without a peak
     mfu_full: float | None = None
     hfu: float | None = None  # what is computed again counts as work
     tokens_per_s: float | None = None
@@ -137,6 +140,7 @@ def estimate(
     tokens: float,
     flops_per_token: Mapping[str, float],
     compute: str = "bfloat16",
+    peak: str = "",
     bubble: float = 0.0,
 ) -> Time:
     """Returns the time of a scheduled program.
@@ -147,12 +151,11 @@ def estimate(
       collectives: with links, and what compute hides (`overlap`).
       tokens: of a step, all devices together.
       flops_per_token: model FLOPs by convention, "causal" and "full".
-      compute: dtype of matrix products.
+      compute: dtype of matrix products; MFU is a share of its peak, or of that of `peak`.
       bubble: idle share of a pipeline's time, which its ticks, loops of the program, already contain.
     """
-    rated = target.chip.peak(compute) if target.chip else None
-    costs = _costs(module, kernels, target, compute)
-    if not costs:
+    rated = target.chip.peak(peak or compute) if target.chip else None
+    if not (costs := _costs(module, kernels, target, compute)):
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
@@ -171,6 +174,8 @@ def estimate(
         step_s=step,
         low_s=costs[0].compute_s - costs[0].doubtful_s + sum(kernels_s.values()),
         high_s=costs[-1].compute_s + sum(kernels_s.values()) + sync + wire,
+        peak_dtype=peak or compute,
+        peak_flops_per_s=rated,
         mfu_causal=rated and model["causal"] / step / rated,
         mfu_full=rated and model["full"] / step / rated,
         hfu=rated and executed / step / rated,
@@ -337,6 +342,7 @@ class _Costs:
         assert target.chip is not None
         self.module, self.clock_hz = module, target.chip.clock_hz
         self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
+        self.fp8_flops_per_s = (target.chip.peak("float8") or peak) * FP8_REACHED * reached[0]
         self.kernels = {k.name: _seconds(target, k, peak) for k in kernels}
         parts = {k.name: "experts" if k.role == _EXPERTS else "attention" for k in kernels}
         self.kernels_s = {
@@ -368,9 +374,14 @@ class _Costs:
         if step.opcode not in _WORKS or step.name in self.kernels:
             return 0.0
         fused = step.called("calls")[0] if step.opcode == "fusion" else ""
-        flops = hlo_flops(self.module, fused) if fused else instruction_flops(inside, step)
+        flops, fp8 = (
+            hlo_flops(self.module, fused, fp8_only=only)
+            if fused
+            else instruction_flops(inside, step, fp8_only=only)
+            for only in (False, True)
+        )
         traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
-        return max(flops / self.flops_per_s, traffic / self.bytes_per_s)
+        return max((flops - fp8) / self.flops_per_s + fp8 / self.fp8_flops_per_s, traffic / self.bytes_per_s)
 
     def _doubtful(self, step: hlo.Instruction) -> float:
         """Returns by how much a fused backward product's cycles are above what single products reach."""

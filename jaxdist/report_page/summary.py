@@ -52,6 +52,13 @@ def unit_of(info: Mapping[str, Any]) -> str:
     return "samples" if info.get("unit") == "samples" else "tokens"
 
 
+def mfu_peak(info: Mapping[str, Any]) -> str:
+    """Returns the peak that MFU is a share of ("989.4 TFLOP/s in bfloat16") from run.json; "" if unknown."""
+    peak = info.get("mfu_peak")
+    rate = (number(peak.get("flops_per_s")) or 0.0) if isinstance(peak, dict) else 0.0
+    return f"{rate / 1e12:.4g} TFLOP/s in {info['mfu_peak'].get('dtype')}" if 0 < rate < math.inf else ""
+
+
 _SIZES = ("parameters", "active_parameters", "flops_per_token")
 
 
@@ -209,6 +216,7 @@ def figures(run: RunSummary) -> dict[str, str]:
         "FLOPs of a token, in MFU": count_text(flops) if sparse and flops is not None else "",
         f"{unit}/s, median": text(median, "tokens_per_s", count_text),
         "step time, median": text(median, "step_time_s", time_text),
+        "peak, in MFU": mfu_peak(run.info) if run.column("mfu_causal") else "",
         "MFU causal, median": text(median, "mfu_causal", percent_text),
         "MFU full, median": text(median, "mfu_full", percent_text),
         "time since start": duration_text(times[-1] - times[0]) if times else "",

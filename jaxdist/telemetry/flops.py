@@ -160,10 +160,10 @@ def _window_pairs(
 # --- compiled programs ----------------------------------------------------------------------------
 
 
-def hlo_flops(program: str | hlo.Module, computation: str = "") -> float:
+def hlo_flops(program: str | hlo.Module, computation: str = "", *, fp8_only: bool = False) -> float:
     """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if partitioned.
 
-    Of its entry, or of the named computation.
+    Of its entry, or of the named computation; `fp8_only` counts products of 8-bit floats alone.
 
     Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted: dot,
     convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels that carry a cost
@@ -187,7 +187,7 @@ def hlo_flops(program: str | hlo.Module, computation: str = "") -> float:
             return sum(called) * (1 if trips is None else trips)
         if step.opcode == "conditional":
             return max(called)
-        return sum(called, instruction_flops(inside, step))
+        return sum(called, instruction_flops(inside, step, fp8_only=fp8_only))
 
     return computation_flops(computation or module.entry)
 
@@ -202,9 +202,13 @@ _CALLS = {  # what holds computations that run, and in which attributes
 }
 
 
-def instruction_flops(inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
+def instruction_flops(
+    inside: Mapping[str, hlo.Instruction], step: hlo.Instruction, *, fp8_only: bool = False
+) -> float:
     """Returns the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
+        return 0.0
+    if fp8_only and not all(inside[name].dtype.startswith("f8") for name in step.operands[:2]):
         return 0.0
     operands = [inside[name].shape for name in step.operands]
     if step.opcode.endswith("dot"):
@@ -216,7 +220,7 @@ def instruction_flops(inside: Mapping[str, hlo.Instruction], step: hlo.Instructi
     if step.value("custom_call_target").startswith(("__onednn$matmul", "__cublas$")):
         return _product(operands[0], step.shape, _contracted(step.attributes))
     estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes)
-    return float(estimate.group(1)) if estimate else 0.0
+    return float(estimate.group(1)) if estimate and not fp8_only else 0.0  # of a kernel, nobody knows
 
 
 def _contracted(attributes: str) -> list[int]:

@@ -119,6 +119,11 @@ class Instruction:
         return next((shape for _, shape in self.types), ())
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the result, of its first part if it is a tuple."""
+        return next((dtype for dtype, _ in self.types), "")
+
+    @property
     def operands(self) -> list[str]:
         """Names of the operands, in order."""
         return re.findall(r"%([\w.\-]+)", self._split[2])
@@ -283,8 +288,11 @@ class Module:
         inner = list(inside.values())[-1]  # the root
         if inner.opcode == "tuple" and index is not None:
             inner = inside[inner.operands[index]]
+        coded = inner.dtype.startswith("f8")
         while inner.opcode != "parameter":
             source = self._handed_on(inner, None)
+            if coded and inner.opcode == "multiply":  # by scales, which are spread over it
+                source = next((name for name in inner.operands if inside[name].opcode != "broadcast"), "")
             if source not in inside:
                 return ""
             inner = inside[source]

@@ -250,7 +250,7 @@ class Throughput:
     """
 
     num_devices: int
-    peak_flops_per_s: float | None  # of one device, in the compute dtype; None: unknown
+    peak_flops_per_s: float | None  # of one device, of `PrecisionConfig.peak`; None: unknown
     causal_flops_per_token: float  # forward and backward
     full_flops_per_token: float  # forward and backward
 

@@ -41,6 +41,14 @@ def _why_not(run: RunConfig, shape: tuple[int, ...], names: tuple[str | None, ..
     return fp8.why_not(own, shape[-role.dims :], inputs, precision.matmul, small=precision.fp8_small_kernels)
 
 
+def parameters(run: RunConfig, spec: ModelSpec) -> int:
+    """Returns how many of a model's parameters are in products of 8-bit floats."""
+    if run.precision.matmul == "compute":
+        return 0
+    named = spec.named_parameters()
+    return sum(named[path][0].size for path, why in table(run, spec).items() if not why)
+
+
 def lines(run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample) -> list[str]:
     """Returns what is said at a run's start: the share of products in 8-bit floats, the rest, MFU's peak."""
     if run.precision.matmul == "compute":

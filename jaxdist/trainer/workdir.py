@@ -251,6 +251,7 @@ def describe_run(
         "active_parameters": active_parameters(run, spec),
         "unit": unit(run),
         "flops_per_token": model_flops(run, spec),
+        "mfu_peak": {"dtype": run.precision.peak, "flops_per_s": _mfu_peak(run, devices.flat[0])},
         "sharding": [
             {
                 "parameter": placed.path,
@@ -303,11 +304,16 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
 
 def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh) -> Throughput:
     """Returns the meter that turns times into tokens/s and MFU; MFU is None on unknown chips."""
-    chip = chips.chip_for(mesh.devices.flat[0].device_kind)
     flops = model_flops(run, spec)
     return Throughput(
         num_devices=mesh.devices.size,
-        peak_flops_per_s=chip.peak(run.precision.peak) if chip else None,
+        peak_flops_per_s=_mfu_peak(run, mesh.devices.flat[0]),
         causal_flops_per_token=flops["causal"],
         full_flops_per_token=flops["full"],
     )
+
+
+def _mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
+    """Returns the FLOP/s of a device that MFU is a share of; None where no such peak is published."""
+    chip = chips.chip_for(device.device_kind)
+    return chip.peak(run.precision.peak) if chip else None

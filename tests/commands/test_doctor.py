@@ -94,5 +94,7 @@ def test_chips_are_told_with_their_source():
     text = doctor.as_text({"chip": doctor._chip(chip, jax.devices()[0])})
     assert "bfloat16 197 TFLOP/s" in text and "usable_hbm_bytes: 15.75 GiB" in text
     assert "link_bytes_per_s: 45 GB/s" in text and f"source: {chip.source}" in text
+    h100 = doctor.mfu_meaning("NVIDIA H100 80GB HBM3", chips.chip_for("NVIDIA H100 80GB HBM3"))
+    assert "989.4 TFLOP/s in bfloat16 (1978.9 where precision.matmul is in 8-bit floats)" in h100
     v100 = chips.chip_for("Tesla V100-SXM2-16GB")
     assert "no published bfloat16 peak" in doctor.mfu_meaning("Tesla V100-SXM2-16GB", v100)

@@ -322,3 +322,44 @@ def test_rematerialisation_in_the_log_and_second_forwards():
     (line,) = warned([], forwards_per_backward=2.0)
     assert "runs 2 times per layer" in line and "attention_residuals" in line
     assert warned([]) == []
+
+
+# --- codes of 8-bit floats ------------------------------------------------------------------------
+
+CODES = """HloModule test
+
+%fused_convert.18 (codes_of: f32[2,2048,4096], scale: f32[4096]) -> f8e4m3fn[1,2048,4096] {
+  %codes_of = f32[2,2048,4096]{2,1,0} parameter(0)
+  %layer = s32[] constant(0)
+  %slice = f32[1,2048,4096]{2,1,0} dynamic-slice(%codes_of, %layer, %layer, %layer), \
+dynamic_slice_sizes={1,2048,4096}
+  %scale = f32[4096]{0} parameter(1)
+  %spread = f32[1,2048,4096]{2,1,0} broadcast(%scale), dimensions={2}
+  %mul = f32[1,2048,4096]{2,1,0} multiply(%slice, %spread)
+  ROOT %codes = f8e4m3fn[1,2048,4096]{2,1,0} convert(%mul)
+}
+
+ENTRY %main (p: f32[2,2048,4096], amax: f32[4096], e: s32[2048]) -> u8[4096,4096] {
+  %p = f32[2,2048,4096]{2,1,0} parameter(0), metadata={op_name="state.trainable['blocks']['mlp']['up']"}
+  %amax = f32[4096]{0} parameter(1)
+  %made = s32[2048]{0} constant({...})
+  %scale = f32[4096]{0} add(%amax, %amax)
+  %fusion = f8e4m3fn[1,2048,4096]{2,1,0} fusion(%p, %scale), kind=kLoop, calls=%fused_convert.18
+  %bytes = u8[2048,4096]{1,0} bitcast(%fusion)
+  %start = ((s32[2048]{0}, u8[2048,4096]{1,0}), (s32[4096]{0}, u8[4096,4096]{1,0})) \
+all-gather-start(%made, %bytes), replica_groups={{0,1}}, dimensions={0}
+  %done = (s32[4096]{0}, u8[4096,4096]{1,0}) all-gather-done(%start)
+  ROOT %out = u8[4096,4096]{1,0} get-tuple-element(%done), index=1
+}
+""".replace("\\\n", "")
+
+
+def test_codes_of_weights_are_gathered_in_bytes_and_named():
+    shape = mesh_shape(fsdp=2)
+    found = only(hlo.parse(CODES), shape)
+    assert (found.what, found.dtype, found.gathers_weights) == ("gather of blocks/mlp/up", "u8", True)
+    assert found.bytes == 2 * (2048 * 4096 + 4 * 2048)  # and a few integers with them
+    unknown = only(hlo.parse(CODES.replace("multiply(%slice", "maximum(%slice")), shape)
+    assert unknown.what == "tokens"  # what is first there are integers
+    alone = CODES.replace("multiply(%slice", "maximum(%slice").replace("(%made, %bytes)", "(%bytes)")
+    assert only(hlo.parse(alone), shape).what == "gather of weights"

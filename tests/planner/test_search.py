@@ -122,6 +122,20 @@ def test_arithmetic_grows_with_what_costs(llama):
     assert all(0 < c.estimate.bound_s <= c.estimate.step_s < math.inf for c in found)
 
 
+def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time():
+    target, found = targets.parse("h100:1x8"), {}
+    for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
+        run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
+        meshes, _, spec = layouts.legal_meshes(run, target)
+        found[matmul] = one_of(list(layouts.candidates(run, target, meshes, spec)), fsdp=8)
+    half, byte, mixed = found.values()
+    coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
+    assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
+    assert mixed.gathers == byte.gathers and half.gradients == byte.gradients
+    assert 0.5 * half.compute < byte.compute < mixed.compute < half.compute
+    assert half.compute - mixed.compute == pytest.approx(2 / 3 * (half.compute - byte.compute))
+
+
 def test_state_is_a_lower_bound_of_what_is_accounted(llama):
     _, target, _, _, spec, found = llama
     for one in found[:: len(found) // 40]:

@@ -134,6 +134,47 @@ def test_conventions_rates_and_costs():
     assert found.days(rate * 86400 * 3) == pytest.approx(3)
 
 
+GPU_PRODUCTS = """HloModule test
+
+%gemm (a: f8e4m3fn[8192,4096], b: f8e4m3fn[4096,8192]) -> bf16[8192,8192] {
+  %a = f8e4m3fn[8192,4096]{1,0} parameter(0)
+  %b = f8e4m3fn[4096,8192]{1,0} parameter(1)
+  ROOT %dot = bf16[8192,8192]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f8e4m3fn[8192,4096], w: f8e4m3fn[4096,8192]) -> bf16[8192,8192] {
+  %x = f8e4m3fn[8192,4096]{1,0} parameter(0)
+  %w = f8e4m3fn[4096,8192]{1,0} parameter(1)
+  %u = bf16[8192,4096]{1,0} parameter(2)
+  %v = bf16[4096,8192]{1,0} parameter(3)
+  %codes = bf16[8192,8192]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm
+  ROOT %other = bf16[8192,8192]{1,0} dot(%u, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_products_of_8_bit_floats_are_counted_at_their_peak_and_the_others_at_theirs():
+    h100, one = targets.parse("h100:1x1"), 2 * 8192 * 4096 * 8192
+    time = estimate(hlo.parse(GPU_PRODUCTS), target=h100)
+    half, byte = (one / h100.chip.peak(name) for name in ("bfloat16", "float8"))
+    assert byte == pytest.approx(half / 2, rel=1e-3)
+    assert time.low_s == pytest.approx((half + byte / 0.95) / 0.79)
+    assert time.high_s == pytest.approx((half + byte / 0.95) / 0.64)
+    in_half = estimate(hlo.parse(GPU_PRODUCTS.replace("f8e4m3fn", "bf16")), target=h100)
+    assert in_half.low_s == pytest.approx(2 * half / 0.79)
+
+
+def test_shares_of_peak_are_of_the_peak_that_is_given():
+    h100 = targets.parse("h100:1x1")
+    time, byte = (estimate(hlo.parse(GPU_PRODUCTS), target=h100, **p) for p in ({}, {"peak": "float8"}))
+    assert (time.peak_dtype, time.peak_flops_per_s) == ("bfloat16", h100.chip.peak("bfloat16"))
+    assert (byte.peak_dtype, byte.peak_flops_per_s) == ("float8", h100.chip.peak("float8"))
+    for name in ("mfu_causal", "mfu_full", "hfu"):
+        assert getattr(byte, name) == pytest.approx(getattr(time, name) / 2, rel=1e-3)
+    older = estimate(hlo.parse(GPU_PRODUCTS), target=targets.parse("a100:1x1"), peak="float8")
+    assert older.mfu_causal is older.peak_flops_per_s is None and older.step_s > 0
+
+
 # --- communication --------------------------------------------------------------------------------
 
 

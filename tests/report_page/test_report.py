@@ -43,6 +43,7 @@ def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
         "device_kind": "TPU v5p",
         "mesh": {"data": 2, "fsdp": 4, "tensor": 1},
         "parameters": 1234567,
+        "mfu_peak": {"dtype": "float8", "flops_per_s": 1978.9e12},
         "sharding": [{"name": name, "spec": "('fsdp', None)", "bytes": 4096}],
     }
     (folder / "run.json").write_text(json.dumps(info))
@@ -163,6 +164,13 @@ def test_any_number_of_runs_is_overlaid(tmp_path, count):
 def test_names_have_as_many_parents_as_keep_them_apart(tmp_path):
     runs = [make_run(tmp_path / x / y / "run", steps=2) for x in "ab" for y in "cd"]
     assert report._names([str(run) for run in runs]) == ["a/c/run", "a/d/run", "b/c/run", "b/d/run"]
+
+
+def test_the_peak_that_mfu_is_a_share_of_is_said(tmp_path):
+    make_run(tmp_path)
+    assert summary.figures(summary.read_run(tmp_path))["peak, in MFU"] == "1979 TFLOP/s in float8"
+    for unknown in (None, {"dtype": "float8", "flops_per_s": None}, {"flops_per_s": math.inf}, {}, 3):
+        assert summary.mfu_peak({"mfu_peak": unknown}) == ""
 
 
 def test_runs_without_a_file_or_without_steps(tmp_path):

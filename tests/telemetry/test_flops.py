@@ -246,6 +246,13 @@ def test_hlo_spellings_of_other_backends():
     assert count == 6 * 2 * 4 * 8 * 8 + dots + 1000
 
 
+def test_products_of_8_bit_floats_are_told_apart():
+    assert flops.hlo_flops(TEXT, fp8_only=True) == 0
+    codes = TEXT.replace("%a = f32[4,8]", "%a = f8e4m3fn[4,8]")
+    assert flops.hlo_flops(codes) == flops.hlo_flops(TEXT)
+    assert flops.hlo_flops(codes, fp8_only=True) == 2 * 4 * 4 * 8 + 2 * 8 * 8 * 4  # cuBLAS and oneDNN
+
+
 def test_a_loop_of_unknown_length_counts_once():
     text = TEXT.replace("%limit = s32[]{:T(128)} constant(6)", "%limit = s32[] parameter(1)")
     count = flops.hlo_flops(text)

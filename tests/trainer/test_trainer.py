@@ -47,6 +47,7 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     run = json.loads((straight / "run.json").read_text())
     assert (straight / "sample.txt").stat().st_size > 8
     assert run["parameters"] > 10_000 and run["flops_per_token"]["causal"] > 0
+    assert run["mfu_peak"] == {"dtype": "float32", "flops_per_s": None}
 
 
 def test_kill_9_and_the_same_command_give_the_same_run_bitwise(straight, tmp_path):
