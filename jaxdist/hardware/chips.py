@@ -266,3 +266,9 @@ FAMILY_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v
 def chip_for(device_kind: str) -> Chip | None:
     """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the table."""
     return _BY_KIND.get(device_kind)
+
+
+def count_chips(device_kind: str, devices: int) -> int:
+    """Returns the chips that so many JAX devices are; those of an unknown kind are one each."""
+    chip = chip_for(device_kind)
+    return -(-devices // chip.devices_per_chip) if chip else devices

@@ -15,7 +15,7 @@ from html import escape
 from importlib import resources
 
 from jaxdist.config import schema
-from jaxdist.report_page import experts
+from jaxdist.report_page import experts, reproduce
 from jaxdist.report_page.charts import Curve, chart, smooth
 from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
 from jaxdist.telemetry.units import duration_text
@@ -50,6 +50,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
         f"{_each(runs, 'Profile: longest operations', _ops)}{_config(runs)}{_info(runs)}"
+        f"{_each(runs, 'Repeat', _repeat)}"
         f"{_each(runs, 'Generated sample', lambda run: _text(run.sample))}"
     )
     page = (
@@ -296,6 +297,10 @@ def _ops(run: RunSummary) -> str:
     return _table(head, [[op, f"{100 * s:.1f} %", f"{1e3 * t:.3f}", _brief(n)] for op, s, t, n in shown])
 
 
+def _repeat(run: RunSummary) -> str:
+    return _text("\n".join(reproduce.as_lines(reproduce.repeat(run.folder, run.info, run.config))))
+
+
 def _text(text: str) -> str:
     return f'<div class="card scroll"><pre>{escape(text)}</pre></div>' if text else ""
 
@@ -313,7 +318,7 @@ def _config(runs: Sequence[RunSummary]) -> str:
 
 
 def _info(runs: Sequence[RunSummary]) -> str:
-    elsewhere = ("sharding", "timeline_svg", "split_sequences")
+    elsewhere = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
     infos = [{key: run.info[key] for key in run.info if key not in elsewhere} for run in runs]
     rows = _side_by_side([schema.flatten(info) for info in infos])
     return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page import experts
+from jaxdist.report_page import cost, experts, reproduce
 from jaxdist.report_page.summary import number, sizes, unit_of
 from jaxdist.storage import lock, untrusted
 from jaxdist.telemetry import ledger, metrics
@@ -84,6 +84,8 @@ class RunStatus:
             "starts": sum(event["event"] == "start" for event in self.events),
             "goodput": spent.goodput,
             "ledger": {"buckets": spent.buckets, "wall_s": spent.wall_s},
+            "cost": cost.cost(self.config, self.info, self.lives, spent, number(row.get("tokens_seen"))),
+            "repeat": reproduce.repeat(self.folder, self.info, self.config),
         }
         return {name: _finite(value) for name, value in document.items()}
 
@@ -192,6 +194,10 @@ def as_text(document: Mapping[str, Any]) -> str:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]
     lines += _ledger_lines(document)
+    named = cost.as_texts(document["cost"], document["unit"]).items()
+    lines += [f"cost      {', '.join(f'{name} {text}' for name, text in named)}"] * bool(named)
+    heads = ("repeat    ", " " * 10)
+    lines += [head + line for head, line in zip(heads, reproduce.as_lines(document["repeat"]), strict=False)]
     return "\n".join(lines)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxdist.config import ConfigError, schema
+from jaxdist.report_page import cost
 from jaxdist.storage import untrusted
-from jaxdist.telemetry import metrics
+from jaxdist.telemetry import ledger, metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
 _Kind = TypeVar("_Kind", dict, list)
@@ -221,4 +222,13 @@ def figures(run: RunSummary) -> dict[str, str]:
         "MFU full, median": text(median, "mfu_full", percent_text),
         "time since start": duration_text(times[-1] - times[0]) if times else "",
     }
-    return {name: text for name, text in texts.items() if text}
+    return {name: text for name, text in (texts | _cost(run)).items() if text}
+
+
+def _cost(run: RunSummary) -> dict[str, str]:
+    """Returns what the run has cost so far, if it has a ledger and its chips a price."""
+    if not (lives := ledger.read_lives(run.folder)):
+        return {}
+    seen = [number for _, number in run.column("tokens_seen")]
+    account = ledger.account(lives)
+    return cost.as_texts(cost.cost(run.config, run.info, lives, account, max(seen, default=None)), run.unit)

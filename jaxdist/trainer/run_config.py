@@ -28,6 +28,7 @@ from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
 from jaxdist.resilience.health import HealthConfig
 from jaxdist.resilience.watchdog import WatchdogConfig
+from jaxdist.telemetry.config import TelemetryConfig
 from jaxdist.telemetry.profile import ProfileConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -101,6 +102,7 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     @property
     def model_class(self) -> type:
@@ -130,6 +132,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "offload.*",
     "checkpoint.*",
     "profile.*",
+    "telemetry.*",
     "watchdog.*",
     "health.*",
     "batch.accumulation",

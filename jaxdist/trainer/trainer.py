@@ -10,9 +10,9 @@ import jax
 
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
-from jaxdist.config import schema, trees
-from jaxdist.data import Dataset, SourceError
-from jaxdist.distributed import consistency, coordination
+from jaxdist.config import trees
+from jaxdist.data import SourceError
+from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
@@ -22,12 +22,11 @@ from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry.display import Display, print_safe
+from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, extension, from_run, loggers, pipeline_report, restore, validation, workdir
+from jaxdist.trainer import build, extension, loggers, opening, restore, validation, workdir
 from jaxdist.trainer.best import best_rule
-from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.hooks import Hook, StepView, check_hooks, every
@@ -90,17 +89,17 @@ def train(
     _, rules, spec = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
-    found = loggers.find(config.train, lead=_is_lead())
+    found = loggers.find(config.train, lead=opening.is_lead())
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
         watch.at("start")
-        store = _open_workdir(config, requested, folder, spec, stack, watch)
+        store = opening.open_workdir(config, requested, folder, spec, stack, watch)
         schedule = extension.settle_schedule(config, folder, store)
-        dataset = _open_dataset(config, folder, inputs, watch)
+        dataset = opening.open_dataset(config, folder, inputs, watch)
         mesh = build_mesh(config.mesh, devices)
         given = {"optimizer": inputs.optimizer, "schedule_steps": schedule.steps}
         built = build.build_step(config, spec, mesh, rules, max_traces=MAX_TRACES, **given)
-        _describe(config, spec, built, dataset, folder, store.run, schedule)
+        opening.describe(config, spec, built, dataset, folder, store.run, schedule)
         try:
             start = restore.init_or_restore(
                 config, built, dataset, store, folder, watch, inputs, schedule.back_to
@@ -117,75 +116,6 @@ def train(
                 trainer.display.note(title)
             state = trainer.train(state)
         return TrainResult(config, spec, built, state, trainer.stopped, trainer.reason)
-
-
-def _is_lead() -> bool:
-    return jax.process_index() == 0
-
-
-def _log(text: str) -> None:
-    if _is_lead():
-        print_safe(text)
-
-
-def _open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog) -> Dataset:
-    """Returns the run's data; raises ConfigError if processes differ in it, or nothing is held out."""
-    dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
-    consistency.agree(lambda: {"data": dataset.fingerprint})
-    if config.train.eval_every:
-        dataset.num_validation_batches(config.batch.global_size)
-    return dataset
-
-
-def _open_workdir(
-    config: RunConfig,
-    requested: RunConfig,
-    folder: Path,
-    spec: ModelSpec,
-    stack: contextlib.ExitStack,
-    watch: Watchdog,
-) -> CheckpointManager:
-    """Returns the checkpoints to write, with the workdir locked and its ledger open; the stack closes all.
-
-    Raises:
-      ConfigError: processes differ in config, code or folder; another process uses the workdir; the
-        config does not fit the run in it.
-    """
-    flat = schema.flatten(schema.to_config_dict(config))
-    consistency.agree(lambda: flat | consistency.code(spec.model_class))
-    with coordination.raise_on_all():
-        if _is_lead():
-            from_run.refuse_own_folder(config, folder)
-            stack.enter_context(workdir.workdir_lock(folder))
-            workdir.check_resume_config(folder, requested)
-        store = workdir.open_checkpoints(folder, config)
-    stack.enter_context(store)
-    if _is_lead():
-        stack.enter_context(watch.ledger.published(folder))
-    consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
-    return store
-
-
-def _describe(
-    config: RunConfig,
-    spec: ModelSpec,
-    built: TrainStep,
-    dataset: Dataset,
-    folder: Path,
-    identity: str | None,
-    schedule: SettledSchedule,
-) -> None:
-    """Writes run.json and prints what the run will do."""
-    rules, devices = built.rules, built.mesh.devices
-    if _is_lead():
-        description = workdir.describe_run(config, spec, built, dataset, schedule.steps)
-        description[workdir.IDENTITY_KEY] = identity
-        workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
-    counts = build.counts(config, spec)
-    _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
-    step = [*build.step_lines(config, spec, built), *build.balancer(config, rules, dataset).lines()]
-    for line in (*step, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
-        _log(line)
 
 
 @dataclass
@@ -207,7 +137,7 @@ class Trainer:
     reason: str = field(default="", init=False)  # why it ended before train.steps without a signal
 
     def __post_init__(self) -> None:
-        train, first_step, lead = self.config.train, self.progress.step, _is_lead()
+        train, first_step, lead = self.config.train, self.progress.step, opening.is_lead()
         self.shardings = build.batch_shardings(self.config, self.built)  # once: a run outlives its files
         self.writer = writer = MetricsWriter(self.folder, enabled=lead)
         left_s = 60 * train.max_minutes - self.progress.elapsed_s if train.max_minutes else None
@@ -292,7 +222,7 @@ class Trainer:
 
     def _train_through_faults(self, state: State, signals: StopSignals) -> tuple[State, str]:
         """Returns the state after the steps that are left, and why it is the last: see the event `stop`."""
-        window, lead = self.config.profile, _is_lead()
+        window, lead = self.config.profile, opening.is_lead()
         profile = ProfileWindow(self.folder, window.start_step, window.num_steps, enabled=lead)
         with contextlib.closing(profile):
             while True:

@@ -3,17 +3,14 @@
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-import jaxdist
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -234,12 +231,10 @@ def read_config(folder: Path, *, named: str | None = None, trust_code: bool | No
 def describe_run(
     run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, schedule: ScheduleSteps
 ) -> dict[str, Any]:
-    """Returns what run.json says: versions, devices, mesh, fingerprints, sizes, shardings."""
+    """Returns what run.json says of the run itself: devices, mesh, fingerprints, sizes, shardings."""
     devices = built.mesh.devices
     split = context_lines(run, built.rules)  # how attention sees sequences that devices share out
     return {
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-        | {"jaxdist": jaxdist.__version__, "python": platform.python_version()},
         "platform": devices.flat[0].platform,
         "device_kind": devices.flat[0].device_kind,
         "num_devices": devices.size,

@@ -1,0 +1,109 @@
+"""The command that repeats a run, from its run.json. No jax.
+
+What it says is text of a run's folder, maybe somebody else's: only known variables are in it, all is quoted,
+and code that is not jaxdist's is named behind a `#`.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"  # in run.json
+
+_OURS = "jaxdist."  # of these packages, a model or logger needs no word of trust
+_RECORDED = re.compile(r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
+# Which process of which start this was: another start has its own.
+_OF_A_PROCESS = re.compile(
+    "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)|TPU_(WORKER|PROCESS|VISIBLE|CHIPS).*"
+)
+
+
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that change what a run computes or how fast, by name; no secrets."""
+    names = sorted(name for name in environ if _RECORDED.fullmatch(name) and not _SECRET.search(name))
+    return {name: environ[name] for name in names}
+
+
+def repeat(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the command that repeats a run into another workdir, and of which source; None if not known.
+
+    Args:
+      info: run.json.
+      config: flat.
+    """
+    stored, source = _fields(info, COMMAND), _fields(info, SOURCE)
+    words = stored.get("argv")
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        return None
+    commit, digest = source.get("commit"), source.get("hash")
+    processes, note = info.get("num_processes"), ""
+    if stored.get("trains"):
+        words, note = _train(folder, config), _trust(config)
+        if type(processes) is int and processes > 1:
+            words, more = _launch(words, info, processes)
+            note = "; ".join(filter(None, (more, note)))
+    environment = _assignments(_fields(info, ENVIRONMENT))
+    command = " ".join([*environment, shlex.join(words)]) + (f"  # {note}" if note else "")
+    return {
+        "command": _printable(command),
+        "commit": commit if isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,64}", commit) else None,
+        "dirty": source.get("dirty") is True,
+        "source": digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{8,64}", digest) else None,
+    }
+
+
+def _fields(info: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = info.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    place = folder if folder.name not in ("", "..") else folder.resolve()
+    again = ["--workdir", f"{place}-again"]
+    own = ["python", "-m", "jaxdist.train", "--config", str(folder / "config.json"), *again]
+    where = config.get("checkpoint.folder")
+    return [*own, f"--config.checkpoint.folder={where}-again"] if isinstance(where, str) and where else own
+
+
+def _trust(config: Mapping[str, Any]) -> str:
+    """Returns what has to be named on the command line, since it is code of somebody's."""
+    target, named = config.get("model.target"), config.get("train.loggers")
+    flags = [f"--config.model.target={target}"] * (isinstance(target, str) and not target.startswith(_OURS))
+    loggers = [name for name in named if isinstance(name, str)] if isinstance(named, list | tuple) else []
+    if any(":" in name for name in loggers):
+        flags.append(f"--config.train.loggers={','.join(loggers)}")
+    return f"if you trust this code, add {shlex.join(flags)}" if flags else ""
+
+
+def _launch(words: list[str], info: Mapping[str, Any], processes: int) -> tuple[list[str], str]:
+    """Returns the command that starts a group's processes, and on how many machines."""
+    stored = info.get(HOSTS)
+    hosts = [host for host in stored if isinstance(host, str)] if isinstance(stored, list) else []
+    machines = max(1, len(set(hosts)))
+    each = ["jaxdist", "launch", "--processes", str(max(1, processes // machines)), "--", *words]
+    return each, f"on each of {machines} machines, under a scheduler" if machines > 1 else ""
+
+
+def _assignments(known: Mapping[str, Any]) -> list[str]:
+    """Returns NAME=value of the variables that another start needs, too."""
+    variables = recorded({name: value for name, value in known.items() if isinstance(value, str)})
+    return [f"{name}={shlex.quote(x)}" for name, x in variables.items() if not _OF_A_PROCESS.fullmatch(name)]
+
+
+def _printable(text: str) -> str:
+    """Returns text without what could move a terminal's cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:
+    """Returns the command, and what it needs, for people."""
+    if repeat is None:
+        return []
+    commit, digest = repeat["commit"], repeat["source"]
+    facts = [f"commit {commit[:12]}"] if commit else []
+    facts += ["with changes that were not committed"] if repeat["dirty"] else []
+    facts += [f"source {digest}"] if digest else []
+    return [repeat["command"], *([f"of {', '.join(facts)}"] if facts else [])]

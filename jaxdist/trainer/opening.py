@@ -1,0 +1,90 @@
+"""What a run does before its first step: it takes its workdir and its data, and says what it will do."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.config import schema
+from jaxdist.data import Dataset
+from jaxdist.distributed import consistency, coordination
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.step.train_step import TrainStep
+from jaxdist.telemetry.display import print_safe
+from jaxdist.trainer import build, from_run, pipeline_report, provenance, workdir
+from jaxdist.trainer.extension import SettledSchedule
+from jaxdist.trainer.restore import UserInputs
+from jaxdist.trainer.run_config import RunConfig
+
+
+def is_lead() -> bool:
+    """Returns whether this process writes the run's files."""
+    return jax.process_index() == 0
+
+
+def _log(text: str) -> None:
+    if is_lead():
+        print_safe(text)
+
+
+def open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog) -> Dataset:
+    """Returns the run's data; raises ConfigError if processes differ in it, or nothing is held out."""
+    dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
+    consistency.agree(lambda: {"data": dataset.fingerprint})
+    if config.train.eval_every:
+        dataset.num_validation_batches(config.batch.global_size)
+    return dataset
+
+
+def open_workdir(
+    config: RunConfig,
+    requested: RunConfig,
+    folder: Path,
+    spec: ModelSpec,
+    stack: contextlib.ExitStack,
+    watch: Watchdog,
+) -> CheckpointManager:
+    """Returns the checkpoints to write, with the workdir locked and its ledger open; the stack closes all.
+
+    Raises:
+      ConfigError: processes differ in config, code or folder; another process uses the workdir; the
+        config does not fit the run in it.
+    """
+    flat = schema.flatten(schema.to_config_dict(config))
+    consistency.agree(lambda: flat | consistency.code(spec.model_class))
+    with coordination.raise_on_all():
+        if is_lead():
+            from_run.refuse_own_folder(config, folder)
+            stack.enter_context(workdir.workdir_lock(folder))
+            workdir.check_resume_config(folder, requested)
+        store = workdir.open_checkpoints(folder, config)
+    stack.enter_context(store)
+    if is_lead():
+        stack.enter_context(watch.ledger.published(folder))
+    consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
+    return store
+
+
+def describe(
+    config: RunConfig,
+    spec: ModelSpec,
+    built: TrainStep,
+    dataset: Dataset,
+    folder: Path,
+    identity: str | None,
+    schedule: SettledSchedule,
+) -> None:
+    """Writes run.json and prints what the run will do."""
+    rules, devices = built.rules, built.mesh.devices
+    origin = provenance.describe(spec.model_class, built.mesh.devices)
+    if is_lead():
+        description = origin | workdir.describe_run(config, spec, built, dataset, schedule.steps)
+        description[workdir.IDENTITY_KEY] = identity
+        workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
+    counts = build.counts(config, spec)
+    _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
+    step = [*build.step_lines(config, spec, built), *build.balancer(config, rules, dataset).lines()]
+    for line in (*step, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
+        _log(line)

@@ -1,0 +1,96 @@
+"""What run.json says of where a run comes from: source, command, environment, versions, machines."""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxdist
+from jaxdist.distributed import consistency, coordination
+from jaxdist.hardware import chips
+from jaxdist.report_page import reproduce
+from jaxdist.storage.digest import digest
+
+_PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "ml-collections", "numpy", "safetensors",
+    "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "tokenizers", "datasets", "pyarrow", "qwix", "gcsfs",
+)  # fmt: skip
+_GIT_S = 5.0  # that git may take; on a slow disk a run begins without a commit
+_PACKAGE = Path(jaxdist.__file__).parent
+
+
+def describe(model: type, devices: np.ndarray, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Returns the fields of run.json that repeat the run; all processes of a group call it.
+
+    Args:
+      model: the model's class, whose source counts.
+      devices: of the mesh.
+    """
+    hosts = coordination.gather(socket.gethostname())
+    if not hosts:  # only the first process writes it
+        return {}
+    hashes = [x for name, x in sorted(consistency.code(model).items()) if name.startswith("source")]
+    return {
+        "num_chips": _count_chips(devices.flat[0], devices.size, machines=len(set(hosts.values()))),
+        "versions": versions(),
+        reproduce.SOURCE: {"hash": digest(*hashes)[:16], **commit(_PACKAGE)},
+        reproduce.COMMAND: {"argv": _argv(), "folder": os.getcwd(), "trains": _is_train_command()},
+        reproduce.ENVIRONMENT: reproduce.recorded(environ),
+        reproduce.HOSTS: [hosts[process] for process in sorted(hosts)],
+    }
+
+
+def _count_chips(device: jax.Device, devices: int, *, machines: int) -> int:
+    """Returns what has a price: chips; where devices are CPUs, which may be emulated, machines."""
+    return machines if device.platform == "cpu" else chips.count_chips(device.device_kind, devices)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, jaxdist and the packages under it that are installed."""
+    known = {"jaxdist": jaxdist.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            known[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return known
+
+
+def commit(folder: Path) -> dict[str, Any]:
+    """Returns `commit`, and whether tracked files differ from it (`dirty`), of the clone that holds a folder.
+
+    {} where the folder is in no clone's index, as in an environment inside of somebody's repository.
+    """
+    # A repository may name a program for git to run here (fsmonitor): none is.
+    git = ["git", "-C", str(folder), "-c", "core.fsmonitor=false"]
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+
+    def ask(*words: str) -> str:
+        options: dict[str, Any] = {"env": environ, "timeout": _GIT_S, "stderr": subprocess.DEVNULL}
+        return subprocess.check_output([*git, *words], text=True, stdin=subprocess.DEVNULL, **options).strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", "__init__.py")
+        name = ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": name.removesuffix("-dirty"), "dirty": name.endswith("-dirty")}
+
+
+def _argv() -> list[str]:
+    """Returns the command of this process; [] in a notebook or shell, which none repeats."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return []
+    return list(sys.orig_argv)
+
+
+def _is_train_command() -> bool:
+    return bool(sys.argv) and Path(sys.argv[0]).resolve() == (_PACKAGE / "train.py").resolve()
