@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
-from jaxdist.parallel import execution, precision
+from jaxdist.inference.weights import Weights, laid_out
+from jaxdist.parallel import execution
 from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.protocols.model_spec import ModelSpec
 
-Weights = tuple[Tree, Tree, Tree]  # (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
 _LONG = 128  # tokens of a prompt from which on attention as in training pays: a tile of the TPU's kernel
 _NO_TOKEN = -1
@@ -61,13 +61,14 @@ class TokenGenerator:
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"):
-        if not hasattr(spec.model_class, "prefill"):
-            rules = rules.inside(SEQUENCE_AXES)  # each device of these has whole sequences, as in the cache
-        self._mesh, self._rules, self._longest = mesh, rules, longest_text(spec)
+        splits = hasattr(spec.model_class, "prefill")  # or each device has whole sequences, as in the cache
+        self._mesh, self._longest = mesh, longest_text(spec)
+        self._rules = rules if splits else rules.inside(SEQUENCE_AXES)
 
         def run(*args, **sizes):
-            with execution.activate(mesh, rules, compute=compute):
-                return _generate(spec, compute, *args, **sizes)
+            weights, by = laid_out(spec, args[0], mesh, rules, compute)
+            with execution.activate(mesh, by if splits else by.inside(SEQUENCE_AXES), compute=compute):
+                return _generate(spec.assemble(*weights), *args[1:], **sizes)
 
         whole = NamedSharding(mesh, P())
         self._run = jax.jit(run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole)
@@ -130,9 +131,7 @@ class _Progress(NamedTuple):
 
 
 def _generate(
-    spec: ModelSpec,
-    compute: str,
-    weights: Weights,
+    model: Any,
     prompts_BP: jax.Array,
     lengths_B: jax.Array,
     samples_B: jax.Array,
@@ -145,7 +144,6 @@ def _generate(
     sampling: SamplingConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the chosen tokens [B, M], how many of them count [B], whether the end was met [B]."""
-    model = in_compute_dtype(spec, compute, weights)
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
     end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
@@ -202,22 +200,6 @@ def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
         lowest_B1 = kept_BV.min(-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)
     return logits_BV
-
-
-def in_compute_dtype(spec: ModelSpec, compute: str, weights: Weights) -> Any:
-    """Returns the model with its kernels in the compute dtype: each token reads them all.
-
-    The values are those of training, where every product casts its kernel; what float32 parts
-    read (the norms' scales) stays as it is.
-    """
-    trainable, model_state, frozen = weights
-    if not spec.casts_itself:
-        trainable, frozen = precision.cast((trainable, frozen), compute)
-        return spec.assemble(trainable, model_state, frozen)
-    kernels = jax.tree.map(
-        lambda x, names: precision.cast(x, compute) if len(names) > 1 else x, trainable, spec.names
-    )
-    return spec.assemble(kernels, model_state, frozen)
 
 
 # --- what goes in ---------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.inference.decoding import Weights, bucket, in_compute_dtype, padded, placed
+from jaxdist.inference.decoding import bucket, padded, placed
+from jaxdist.inference.weights import Weights, laid_out
 from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
@@ -76,8 +77,9 @@ def build_scorer(spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, comput
     """
 
     def run(weights, inputs_BW, targets_BW):
-        with execution.activate(mesh, rules, compute=compute):
-            return _score(spec, compute, weights, inputs_BW, targets_BW)
+        weights, by = laid_out(spec, weights, mesh, rules, compute)
+        with execution.activate(mesh, by, compute=compute):
+            return _score(spec.assemble(*weights), inputs_BW, targets_BW)
 
     compiled = jax.jit(run, out_shardings=NamedSharding(mesh, P()))
 
@@ -111,11 +113,8 @@ def build_scorer(spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, comput
     return score
 
 
-def _score(
-    spec: ModelSpec, compute: str, weights: Weights, inputs_BW: jax.Array, targets_BW: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _score(model: Any, inputs_BW: jax.Array, targets_BW: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the targets' log-probabilities [B, W] float32, and whether each is the likeliest."""
-    model = in_compute_dtype(spec, compute, weights)
     rows, width = inputs_BW.shape
     size = math.gcd(width, _PART)
 

@@ -33,6 +33,7 @@ class Rules:
     sequence_parallel: bool = False
     vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
     attention: AttentionForm = "auto"  # over a split sequence
+    shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that share out stored parameters
 
     def inside(self, axes: Sequence[str]) -> Rules:
         """Returns the rules in a region manual over mesh axes, where every array is a device's part."""
@@ -76,9 +77,9 @@ class Rules:
         axes: dict[str | None, tuple[str, ...]] = {n: (a,) for n, a in PARAMETER_AXES.items()}
         axes |= {"batch": BATCH_AXES, "sequence": SEQUENCE_AXES, "tokens": (*BATCH_AXES, *SEQUENCE_AXES)}
         # Where a table is split by width, so are its rows: a part of all samples of an fsdp group.
-        axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in PARAMETER_SHARDS)
-        axes["width"] = PARAMETER_SHARDS
-        axes["width_of_part"] = tuple(a for a in PARAMETER_SHARDS if a not in SEQUENCE_AXES)
+        axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in self.shards)
+        axes["width"] = self.shards
+        axes["width_of_part"] = tuple(a for a in self.shards if a not in SEQUENCE_AXES)
         axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
         return P(*(self._entry(axes.get(n, ()), d, partly=True) for n, d in zip(names, dims, strict=True)))
 
@@ -107,7 +108,7 @@ class Rules:
 
         So what all devices of `expert` and `context` compute with is held once among them, not once on each.
         """
-        axes = ("fsdp",) if "experts" in names else PARAMETER_SHARDS
+        axes = ("fsdp",) if "experts" in names else self.shards
         return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:

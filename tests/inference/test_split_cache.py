@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.inference import decoding, scoring
+from jaxdist.inference import decoding, scoring, weights
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec, describe
 from jaxdist.telemetry import hlo
+from jaxdist.telemetry.units import GIB
 from support.experts import rules_and_mesh
-from support.programs import collectives
+from support.programs import collectives, loop_bodies, reachable
 
 ROOM, NEW = 24, 6
 PROMPTS = [[5, 9, 30, 2, 7], [11], [*range(1, 36), *range(1, 36)], [3, 3, 8, 1, 40, 41, 42, 43, 44]]
@@ -146,8 +147,8 @@ def step(slots: int, **axes: int):
     cache = layout.jit(lambda model: model.init_cache(len(PROMPTS), slots))(layout.weights)
     tokens = np.zeros((len(PROMPTS), 1), np.int32)
     decode = layout.jit(lambda model, tokens, cache: model.decode(tokens, cache), donate_argnums=2)
-    weights = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layout.weights))
-    return decode.lower(layout.weights, tokens, cache).compile(), weights
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layout.weights))
+    return decode.lower(layout.weights, tokens, cache).compile(), held
 
 
 def test_a_step_moves_sums_of_its_tokens_alone_and_holds_a_part_of_the_cache():
@@ -155,10 +156,10 @@ def test_a_step_moves_sums_of_its_tokens_alone_and_holds_a_part_of_the_cache():
     whole = 2 * LOCAL.num_layers * B * slots * LOCAL.num_kv_heads * N * 4
     held, temp = {}, {}
     for size in (1, 8):
-        program, weights = step(slots, context=size, zero=0)  # weights are whole: what is left is the cache's
+        program, own = step(slots, context=size, zero=0)  # weights are whole: what is left is the cache's
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes > 0.99 * whole / size  # written in place
-        held[size] = memory.argument_size_in_bytes - weights
+        held[size] = memory.argument_size_in_bytes - own
         temp[size] = memory.temp_size_in_bytes  # XLA's CPU backend copies a layer's part
         moved = collectives(hlo.parse(program.as_text()), KINDS)
         assert bool(moved) == (size > 1)
@@ -168,6 +169,35 @@ def test_a_step_moves_sums_of_its_tokens_alone_and_holds_a_part_of_the_cache():
         B * H * N,
     }  # of the logits' peaks and sums, of v
     assert held[8] == pytest.approx(held[1] / 8, rel=0.01) and temp[8] < temp[1] / 6
+
+
+def gathered_by(layout: Layout) -> tuple[int, set[str]]:
+    """Returns how many arrays a generating program gathers outside of its loops, and what moves in them."""
+    generate = decoding.TokenGenerator(layout.spec, layout.mesh, layout.rules)
+    rows = np.zeros((4, 16), np.int32), np.ones(4, np.int32), np.arange(4, dtype=np.int32)
+    sizes = {"room": 16, "capacity": 32, "sampling": SamplingConfig(temperature=0.0)}
+    program = generate._run.lower(layout.weights, *rows, np.int32(4), np.int32(16), np.uint32(0), **sizes)
+    module = hlo.parse(program.compile().as_text())
+    looped = set().union(*(reachable(module, body) for body in loop_bodies(module)))
+    moved = collectives(module, KINDS)
+    once = sum(kind == "all-gather" for name, kind, *_ in moved if name not in looped)
+    return once, {kind for name, kind, *_ in moved if name in looped}
+
+
+def test_weights_are_gathered_once_before_the_first_token_where_there_is_room(monkeypatch):
+    layout = Layout(LOCAL, context=8)
+    once, looped = gathered_by(layout)
+    assert once >= 7 and looped == {"all-reduce"}  # a layer's kernels and the embeddings; sums over the cache
+    tokens = layout.generate()
+    monkeypatch.setattr(weights, "fits", lambda size, kind: False)
+    once, looped = gathered_by(layout)
+    assert "all-gather" in looped
+    assert layout.generate() == tokens == alone(LOCAL)[1]
+
+
+def test_a_device_has_room_where_half_of_its_memory_holds_the_weights():
+    assert weights.fits(7 * GIB, "TPU v5 lite") and not weights.fits(8 * GIB, "TPU v5 lite")
+    assert weights.fits(2**50, jax.devices()[0].device_kind)  # not known
 
 
 def test_scores_are_those_of_one_device():
