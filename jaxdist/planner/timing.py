@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from jaxdist.hardware.chips import FP8_REACHED
@@ -374,12 +375,8 @@ class _Costs:
         if step.opcode not in _WORKS or step.name in self.kernels:
             return 0.0
         fused = step.called("calls")[0] if step.opcode == "fusion" else ""
-        flops, fp8 = (
-            hlo_flops(self.module, fused, fp8_only=only)
-            if fused
-            else instruction_flops(inside, step, fp8_only=only)
-            for only in (False, True)
-        )
+        count = partial(hlo_flops, self.module, fused) if fused else partial(instruction_flops, inside, step)
+        flops, fp8 = count(), count(fp8_only=True)
         traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
         return max((flops - fp8) / self.flops_per_s + fp8 / self.fp8_flops_per_s, traffic / self.bytes_per_s)
 
@@ -396,10 +393,9 @@ class _Costs:
         reads = [hlo.num_bytes(inside[name].types) for name in step.operands]
         writes = hlo.num_bytes(step.types)
         for inner in fused.values():
-            uses = [user for user in fused.values() if inner.name in user.operands]
-            cuts = uses and all(u.opcode in _SLICES and u.operands[0] == inner.name for u in uses)
-            if inner.opcode == "parameter" and cuts:
-                kept = [use for use in uses if use.opcode != "dynamic-update-slice"]
+            uses = list(hlo.uses(fused, inner.name)) if inner.opcode == "parameter" else []
+            if uses and all(use.opcode in _SLICES and use.operands[0] == name for name, use in uses):
+                kept = [use for _, use in uses if use.opcode != "dynamic-update-slice"]
                 reads[inner.parameter_number] = sum(hlo.num_bytes(use.types) for use in kept)
             elif inner.opcode == "dynamic-update-slice":  # written in place
                 writes -= hlo.num_bytes(inner.types) - hlo.num_bytes(fused[inner.operands[1]].types)

@@ -7,7 +7,7 @@ program has 10^5 lines.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -303,6 +303,13 @@ class Module:
             yield instruction
             for name in instruction.called("calls", "to_apply"):
                 yield from self._reachable(name)
+
+
+def uses(computation: Mapping[str, Instruction], name: str) -> Iterator[tuple[str, Instruction]]:
+    """Yields what reads an array of a computation, or a bitcast of it, each after the name that it reads."""
+    for step in computation.values():
+        if name in step.operands:
+            yield from uses(computation, step.name) if step.opcode == "bitcast" else [(name, step)]
 
 
 def parse(text: str) -> Module:

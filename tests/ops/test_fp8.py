@@ -115,6 +115,21 @@ def test_in_bfloat16_layouts_differ_by_the_sum_over_tensor_shards_alone():
                 assert (bits(x) == bits(many[name][part])).all(), (name, part)
 
 
+@each_recipe
+def test_gradients_of_parts_of_a_batch_add_up_to_the_whole_s(recipe):
+    x, dy = (jnp.asarray(normal(512, columns), jnp.bfloat16) for columns in (64, 96))
+
+    def gradient(x, dy):
+        with execution.activate(matmul=recipe, fp8_small_kernels=True):
+            _, pull_back = jax.vjp(lambda w: project(x, nnx.Param(w))[0], jnp.asarray(normal(64, 96)))
+            return np.asarray(pull_back(dy)[0], np.float64)
+
+    whole, parts = gradient(x, dy), sum(gradient(x[i::8], dy[i::8]) for i in range(8))
+    assert np.abs(parts - whole).max() < 1e-6 * np.abs(whole).max()
+    scales = [np.asarray(fp8.quantise([part], [[0]], fp8.E4M3).inverse) for part in (x, x[::8])]
+    assert (scales[0] != scales[1]).mean() > 0.2  # a part has scales of its own
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @each_recipe
 def test_what_is_not_finite_is_not_finite_after(recipe, value):

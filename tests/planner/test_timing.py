@@ -164,6 +164,31 @@ def test_products_of_8_bit_floats_are_counted_at_their_peak_and_the_others_at_th
     assert in_half.low_s == pytest.approx(2 * half / 0.79)
 
 
+def test_a_layer_of_a_stack_is_read_and_not_the_stack():
+    def seconds(slice_of: str) -> float:
+        text = f"""HloModule test
+
+%codes (stack: f32[28,3072,8192], i: s32[]) -> f8e4m3fn[8192,1,3072] {{
+  %stack = f32[28,3072,8192]{{1,0,2}} parameter(0)
+  %seen = f32[8192,28,3072]{{2,1,0}} {slice_of}(%stack)
+  %i = s32[] parameter(1)
+  %layer = f32[8192,1,3072]{{2,1,0}} dynamic-slice(%seen, %i, %i, %i), dynamic_slice_sizes={{8192,1,3072}}
+  ROOT %convert = f8e4m3fn[8192,1,3072]{{2,1,0}} convert(%layer)
+}}
+
+ENTRY %main (stack: f32[28,3072,8192], i: s32[]) -> f8e4m3fn[8192,1,3072] {{
+  %stack = f32[28,3072,8192]{{1,0,2}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %fusion = f8e4m3fn[8192,1,3072]{{2,1,0}} fusion(%stack, %i), kind=kLoop, calls=%codes
+}}
+"""
+        return estimate(hlo.parse(text), target=targets.parse("h100:1x1")).low_s
+
+    layer = 3072 * 8192
+    assert seconds("bitcast") == pytest.approx((4 + 1) * layer / (3350e9 * 0.92), rel=1e-3)
+    assert seconds("transpose") == pytest.approx((28 * 4 + 1) * layer / (3350e9 * 0.92), rel=1e-3)
+
+
 def test_shares_of_peak_are_of_the_peak_that_is_given():
     h100 = targets.parse("h100:1x1")
     time, byte = (estimate(hlo.parse(GPU_PRODUCTS), target=h100, **p) for p in ({}, {"peak": "float8"}))

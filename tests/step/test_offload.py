@@ -12,12 +12,19 @@ import pytest
 
 from jaxdist import train as train_command
 from jaxdist.checkpoint import fingerprint, state_dict
+from jaxdist.models.lora import LoraConfig, adapted
+from jaxdist.models.transformer import Transformer
 from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.parallel.offload import OffloadConfig, device_faults
+from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.sharding import build_rules
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions, compile_run
+from jaxdist.protocols.model_spec import describe
 from jaxdist.step.state import State
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import cli, validation
 from support import pipelines, runs
@@ -114,6 +121,31 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     one, _ = flat_after_steps(case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b"), None)
     for a, b in zip(jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(pipeline=2, data=2, fsdp=2)],
+    ids=["a mesh", "a pipeline"],
+)
+def test_adapters_update_the_same_on_both_sides(config):
+    spec = describe(adapted(lambda rngs: Transformer(MODEL, rngs=rngs), LoraConfig(rank=4)))
+    cut = Staging(PipelineConfig(microbatches=2), spec.depth, 2) if config.pipeline > 1 else None
+    rules, schedule = build_rules(config, resolve_mesh(config, 8)), build_schedule(OPTIMIZER, 1000, 8)
+    batch, states = batch_of(MODEL), []
+    for kind in (HOST, DEVICE):
+        step = StepConfig(moments_in=kind, staging=cut)
+        built = build_train_step(spec, OPTIMIZER, schedule, build_mesh(config), rules, step)
+        state = built.init()
+        for _ in range(STEPS):
+            state, _ = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2]
+        assert {x.sharding.memory_kind for x in moments} == {kind}
+        assert moments and all(
+            jnp.any(jax.device_put(x, x.sharding.with_memory_kind(DEVICE))) for x in moments
+        )
+        states.append(jax.device_get(state))
+    assert_same(*states)
 
 
 def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
