@@ -82,7 +82,7 @@ SURE = {
     "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
     "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
     "tpu7x": "no published step was compared on this chip, and its clock is a guess",
-    "gpu": "a roofline of what jax-cuda12-plugin 0.10.2 compiles, without launches: 27 % faster than the "
+    "gpu": "a roofline of what jax-cuda12-plugin 0.10.2 compiles, without launches: 26 % faster than the "
     "published step compared (torch, slower H100s)",
 }
 

@@ -125,8 +125,10 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
 
 @pytest.mark.parametrize(
     "config",
-    [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(pipeline=2, data=2, fsdp=2)],
-    ids=["a mesh", "a pipeline"],
+    [
+        pytest.param(MeshConfig(data=2, fsdp=2, tensor=2), id="mesh"),
+        pytest.param(MeshConfig(pipeline=2, data=2, fsdp=2), id="pipeline", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_update_the_same_on_both_sides(config):
     spec = describe(adapted(lambda rngs: Transformer(MODEL, rngs=rngs), LoraConfig(rank=4)))
