@@ -20,6 +20,7 @@ from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.mesh import count_slices
+from jaxdist.parallel.precision import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import cli
@@ -55,6 +56,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "slices": count_slices(devices) if devices else 0,
             "processes": jax.process_count() if devices else 0,
             "launcher": initialize.detect_launcher(environ) or "none: one process",
+            "advice": f"{kind} {NO_BFLOAT16}" if devices and lacks_bfloat16(devices[0]) else None,
             "trouble": trouble,
         },
         "versions": known | {"faults": version_faults(known)},

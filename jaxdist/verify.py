@@ -42,9 +42,10 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
     parser.add_argument(
         "--precision",
-        choices=(*PRECISIONS, "both", *RECIPES),
+        choices=(*PRECISIONS, "both", "float16", *RECIPES),
         default="",
-        help="default: both float32 and bfloat16, and precision.matmul if the config sets it",
+        help="default: both float32 and bfloat16 (float16 if the config sets it), and precision.matmul if "
+        "the config sets it",
     )
     parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
     parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 
 from jaxdist.config import ConfigError
+from jaxdist.parallel import precision as precisions
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.sharding import Rules
@@ -43,6 +44,8 @@ def fitted(
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
     # What is trained in 8-bit floats is read in the compute dtype, by any device.
     precision = dataclasses.replace(config.precision, matmul="compute", fp8_small_kernels=False)
+    if any(precisions.device_faults(precision, devices[0])):
+        precision = dataclasses.replace(precision, compute="bfloat16")
 
     def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
         fitted = dataclasses.replace(

@@ -149,6 +149,8 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
 def _backward(options, residuals, cotangents):
     dx, dkernel = residuals
     scale = cotangents[0]  # the z term's gradient is inside: see the docstring
+    if dx.dtype == jnp.float16:  # a loss scale may be out of its range where the product is not
+        return (dx.astype(jnp.float32) * scale).astype(dx.dtype), dkernel * scale, None, None
     return dx * scale.astype(dx.dtype), dkernel * scale, None, None
 
 

@@ -10,6 +10,7 @@ import jax
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.parallel import precision
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.placement import explain
@@ -35,6 +36,7 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
     for line in (
         *build.reduction_lines(run, spec, rules),
         *build.context_lines(run, rules),
+        *precision.advice(run.precision, devices[0]),
         *product_formats.lines(run, spec, devices[0], partial(build.batch_shapes, run, 1)),
         *pipeline_report.lines(run, spec, rules),
     ):

@@ -33,6 +33,7 @@ _FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, fac
     ("mfu_causal", "MFU (causal)", "% of peak", 100.0, "%"),
     ("learning_rate", "Learning rate", "", 1.0, ""),
     ("grad_norm", "Gradient norm", "before clipping", 1.0, ""),
+    ("loss_scale", "Loss scale", "of float16", 1.0, ""),
     ("data_wait_s", "Data wait", "ms per step", 1e3, "ms"),
 )
 

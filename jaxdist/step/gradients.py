@@ -17,12 +17,12 @@ from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.param_names import STACKED
-from jaxdist.step import reduction
+from jaxdist.step import loss_scale, reduction
 from jaxdist.step.state import State
 
-# (trainable, model_state, frozen, batch, key) -> (objective or gradient sums, (Loss, model_state)), the
-# state as the model's own code left it.
-Objective = Callable[[Tree, Tree, Tree, Batch, jax.Array | None], tuple[Any, tuple[Loss, Tree]]]
+# (trainable, model_state, frozen, batch, key, *, scale) -> (objective or gradient sums, (Loss, model_state)),
+# the state as the model's own code left it, objective and gradients times the scale (None: as they are).
+Objective = Callable[..., tuple[Any, tuple[Loss, Tree]]]
 
 
 class Sums(NamedTuple):
@@ -34,14 +34,16 @@ class Sums(NamedTuple):
 
 
 def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
-    """Returns `objective(trainable, model_state, frozen, batch, key) -> (sum + aux sums, (Loss, state))`.
+    """Returns `objective(trainable, model_state, frozen, batch, key, scale) -> (objective, (Loss, state))`.
+
+    The objective is the sum of losses and aux terms.
 
     Args:
       compute: dtype of matrix products and activations; `execution.activate` is told the same.
       remat: policy for the blocks of a staged model; a model without blocks is not touched.
     """
 
-    def objective(trainable, model_state, frozen, batch, key):
+    def objective(trainable, model_state, frozen, batch, key, scale=None):
         if execution.current().manual and not spec.casts_itself:
             trainable, frozen = _with_whole_edges(trainable), _with_whole_edges(frozen)
         own_key = key  # of the model's own random streams: the parts of a step draw different ones
@@ -53,7 +55,8 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
         else:
             loss = as_loss(model.loss(batch, key), batch)
         after = spec.state_of(model) if model_state else model_state
-        return loss.sum + sum(loss.aux.values()), (loss, after)
+        total = loss.sum + sum(loss.aux.values())
+        return total if scale is None else total * scale, (loss, after)
 
     return objective
 
@@ -64,9 +67,9 @@ def names_of(spec: ModelSpec) -> StageParams:
 
 
 def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True) -> Objective:
-    """Returns `pipelined(trainable, model_state, frozen, batch, key) -> (gradient sums, (Loss, state))`.
+    """Returns `pipelined(trainable, model_state, frozen, batch, key, scale) -> (gradients, (Loss, state))`.
 
-    It equals the gradients of `build_objective`, computed by the stages of a pipeline.
+    They equal those of `build_objective`, computed by the stages of a pipeline.
 
     Args:
       spec: with blocks by stage.
@@ -75,7 +78,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
     program = cut.program()
     names = names_of(spec)
 
-    def pipelined(trainable, model_state, frozen, batch, key):
+    def pipelined(trainable, model_state, frozen, batch, key, scale=None):
         def assemble(part: StageParams):
             trained, frozen = part.trained, part.frozen
             if not spec.casts_itself:
@@ -84,7 +87,7 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
 
         parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
         params, pipeline = StageParams(trainable, frozen, model_state), Pipeline(cut, program, assemble)
-        sums, loss = pipeline_sums(pipeline, params, names, parts, key, backward=backward)
+        sums, loss = pipeline_sums(pipeline, params, names, parts, key, scale, backward=backward)
         return sums, (loss, model_state)
 
     return pipelined
@@ -119,6 +122,7 @@ def sum_gradients(
     accumulation: int,
     names: StageParams,
     once: tuple[str, ...] = (),
+    scale: jax.Array | None = None,
 ) -> Sums:
     """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
 
@@ -130,24 +134,28 @@ def sum_gradients(
       names: logical names of the model's arrays.
       once: mesh axes over which the parts are added up unreduced, and summed once at the end. A model then
         sees a replica's samples alone (`reduction.choose`), and the batch divides by these axes.
+      scale: of the loss where its gradient begins, for all parts; the sums come out without it.
     """
 
-    def all_parts(params: StageParams, batch: Batch, key: jax.Array) -> Sums:
-        return _sum_parts(gradient_of, params, batch, key, accumulation, names.trained)
+    def all_parts(params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None) -> Sums:
+        scaled = partial(gradient_of, scale=scale)
+        return _sum_parts(scaled, params, batch, key, accumulation, names.trained)
 
     params = StageParams(state.trainable, state.frozen, state.model_state)
     if not once:
-        return all_parts(params, batch, key)
+        sums = all_parts(params, batch, key, scale)
+        return sums._replace(gradients=loss_scale.unscaled(sums.gradients, scale))
     pipelined = execution.current().axis_size("pipeline") > 1
     axes = ("pipeline", *once) if pipelined else once
     specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
     gradients, loss = execution.region(
         lambda *arrays: _summed(all_parts(*arrays), names.trained, once),
         axes,
-        in_specs=(specs, P(once), P()),
+        in_specs=(specs, P(once), P(), P()),
         out_specs=(specs.trained, P()),
-    )(params, batch, key)
-    return Sums(_laid_out(gradients, names.trained), loss, state.model_state)
+    )(params, batch, key, scale)
+    gradients = loss_scale.unscaled(_laid_out(gradients, names.trained), scale)
+    return Sums(gradients, loss, state.model_state)
 
 
 def _sum_parts(gradient_of: Objective, params: StageParams, batch, key, accumulation: int, names) -> Sums:

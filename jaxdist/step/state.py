@@ -6,6 +6,7 @@ import jax
 
 from jaxdist.parallel.offload import to_device
 from jaxdist.protocols.model_spec import Tree
+from jaxdist.step.loss_scale import LossScale
 
 
 class State(NamedTuple):
@@ -33,3 +34,4 @@ class OptState(NamedTuple):
 
     optimizer: Tree
     skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
+    loss_scale: LossScale | None = None  # None without one

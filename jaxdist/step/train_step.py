@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from jaxdist.step.gradients import (
     sum_gradients,
 )
 from jaxdist.step.layerwise import Trained
+from jaxdist.step.loss_scale import DynamicLossScale, factor
 from jaxdist.step.reduction import Reduce
 from jaxdist.step.state import Metrics, OptState, State
 from jaxdist.step.update import UpdateRule, apply_stats, build_update_rule
@@ -57,6 +58,7 @@ class StepConfig:
     fp8_small_kernels: bool = False
     reduce_over_replicas: Reduce = "auto"  # mesh.reduce
     remat: str = "dots"
+    loss_scale: DynamicLossScale | None = None  # None: the backward pass begins with 1
     ema_decay: float = 0.0
     moments_in: str | None = None  # memory kind where optimizer state waits; None: it stays on the device
     staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
@@ -135,6 +137,7 @@ def build_train_step(
         raise ConfigError(faults)
     staged = cut.staged_spec(spec) if cut else spec
     rule = build_update_rule(optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in)
+    rule = replace(rule, scaler=config.loss_scale)
     placement.place(staged.named_parameters(), rules)
     fresh = partial(_fresh_state, staged, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)
@@ -189,8 +192,10 @@ def _build_inspect(
         with execution.activate(mesh, rules, reduce=config.reduce, **config.products):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
             once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
+            scaled = state.opt_state.loss_scale
+            scale = None if scaled is None else factor(scaled, batch)
             sums = sum_gradients(
-                gradient_of, state, batch, key, accumulation=accumulation, names=names, once=once
+                gradient_of, state, batch, key, accumulation=accumulation, names=names, once=once, scale=scale
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
@@ -241,7 +246,8 @@ def _fresh_state(
         jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree) for tree in (trainable, frozen)
     )
     ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
-    opt_state = OptState(transform.init(trainable), jnp.int32(0))
+    scale = config.loss_scale.init() if config.loss_scale else None
+    opt_state = OptState(transform.init(trainable), jnp.int32(0), scale)
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
 
 

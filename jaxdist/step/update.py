@@ -20,6 +20,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.param_names import Names
+from jaxdist.step import loss_scale
 from jaxdist.step.gradients import Sums
 from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_parts
 from jaxdist.step.state import Metrics, OptState, State
@@ -42,6 +43,7 @@ class UpdateRule:
     stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
     layerwise: LayerwiseUpdate | None = None  # for moments in the host's memory
     elementwise: bool = False  # whether the transformation looks at each number by itself
+    scaler: loss_scale.DynamicLossScale | None = None  # how the state's loss scale moves
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         """Returns the state after one update by summed gradients, unchanged if they are not finite."""
@@ -60,6 +62,7 @@ class UpdateRule:
         norm = optax.tree.norm(sums.gradients) / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
+        skipped, scale, figures = self._rescale(state.opt_state, norm, loss.sum, skipped)
         update = self._update_whole if self.layerwise is None else self._update_by_layer
         (trainable, moments, ema), rate, good = update(state, sums, norm, good)
         metrics = {
@@ -68,6 +71,7 @@ class UpdateRule:
             **({} if rate is None else {"learning_rate": rate}),
             "tokens": _count_tokens(batch, norm),
             "skipped": skipped,
+            **figures,
             **{f"aux/{name}": value / count for name, value in loss.aux.items()},
             **_stats_metrics(self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats),
         }
@@ -76,10 +80,21 @@ class UpdateRule:
             trainable,
             state.frozen,
             where_finite(good, sums.model_state, state.model_state),
-            OptState(moments, skipped),
+            OptState(moments, skipped, scale),
             ema,
         )
         return after, metrics
+
+    def _rescale(
+        self, before: OptState, norm: jax.Array, loss: jax.Array, skipped: jax.Array
+    ) -> tuple[jax.Array, loss_scale.LossScale | None, Metrics]:
+        """Returns `skipped` without steps that the scale is to blame for, the next scale, and its figures."""
+        if self.scaler is None or before.loss_scale is None:
+            return skipped, None, {}
+        finite, now = jnp.isfinite(norm), before.loss_scale
+        by_scale = loss_scale.is_cause(now, finite, loss)
+        after = self.scaler.after(now, finite, by_scale)
+        return jnp.where(by_scale, 0, skipped), after, loss_scale.scaled_metrics(now, after)
 
     def _update_whole(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array

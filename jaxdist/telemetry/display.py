@@ -226,6 +226,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("eval_loss", "eval loss", "{:.4f}".format),
     ("learning_rate", "lr", "{:.2e}".format),
     ("grad_norm", "grad norm", "{:.3f}".format),
+    ("loss_scale", "loss scale", "{:g}".format),
     ("tokens_per_s", "tokens/s", count_text),
     ("mfu_causal", "MFU (causal)", percent_text),
     ("step_time_s", "step", time_text),

@@ -19,7 +19,7 @@ from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.ops import context_attention, context_costs
 from jaxdist.optim import schedules
-from jaxdist.parallel import execution
+from jaxdist.parallel import execution, precision
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.pipeline.partition import Staging
@@ -28,6 +28,7 @@ from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
 from jaxdist.protocols.param_names import Names
 from jaxdist.step import reduction
+from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.trainer import product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -81,6 +82,7 @@ def build_step(
         reduce=run.precision.reduce,
         matmul=run.precision.matmul,
         fp8_small_kernels=run.precision.fp8_small_kernels,
+        loss_scale=loss_scale(run),
         reduce_over_replicas=run.mesh.reduce,
         remat=run.remat.policy,
         ema_decay=run.train.ema_decay,
@@ -89,6 +91,14 @@ def build_step(
         max_traces=max_traces,
     )
     return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
+
+
+def loss_scale(run: RunConfig) -> DynamicLossScale | None:
+    """Returns how a run's loss scale moves; None: its gradients need none."""
+    given = run.precision
+    if given.compute != "float16":
+        return None
+    return DynamicLossScale(given.loss_scale, given.loss_scale_growth_interval)
 
 
 def text_generator(run: RunConfig, spec: ModelSpec, built: TrainStep) -> TokenGenerator | None:
@@ -212,6 +222,7 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     with execution.activate(built.mesh, built.rules):
         chosen: list[str] = choices()
     lines = [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules)]
+    lines += precision.advice(run.precision, built.mesh.devices.flat[0])
     lines += product_formats.lines(run, spec, built.mesh.devices.flat[0], partial(batch_shapes, run, 1))
     return [*lines, *context_lines(run, built.rules), *chosen]
 

@@ -41,6 +41,7 @@ _SHOWN = 12  # faults of a kind that are spelt out
 _FLOATS = ("float64", "float32", "bfloat16", "float16")  # what converts into each other
 _LORA = ("rank", "alpha", "base")  # what adapters cannot be read without
 _ADAPTER = f"{trees.SEPARATOR}lora_a"  # how the path of an adapter's first factor ends
+_LOSS_SCALE = "opt_state/loss_scale/"  # how names of its state begin
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,8 @@ def read_state(
     flat, names = built.views.flat(state), state_dict.to_canonical(match.carried)
     parts = state_dict.from_canonical({name: arrays[name] for name in names}, match.carried)
     average = flat.ema if parts.ema is None else parts.ema
-    return built.views.staged(flat._replace(opt_state=parts.opt_state, ema=average))
+    optimizer = parts.opt_state._replace(loss_scale=flat.opt_state.loss_scale)
+    return built.views.staged(flat._replace(opt_state=optimizer, ema=average))
 
 
 def _open(config: RunConfig) -> tuple[Source, CheckpointManager]:
@@ -327,7 +329,8 @@ def _match(config: RunConfig, source: Source, info: StepInfo, flat: State, base:
     carried = None
     if carries:
         average = flat.ema if averaged else None
-        carried = State(None, None, None, None, flat.opt_state, average)  # type: ignore[arg-type]
+        optimizer = flat.opt_state._replace(loss_scale=None)  # a run finds its own
+        carried = State(None, None, None, None, optimizer, average)  # type: ignore[arg-type]
         faults += _optimizer_faults(info.arrays, state_dict.to_canonical(carried))
     if faults:
         raise ConfigError(f"init.from_run={source.name}: {fault}" for fault in faults)
@@ -406,6 +409,7 @@ def _optimizer_faults(arrays: Mapping[str, ArrayInfo], carried: Mapping[str, Any
     """Returns a line if what the optimizer keeps is not what this run's optimizer keeps."""
     ours = state_dict.describe(carried)
     there = set(_by_path(arrays, "opt_state").values()) - set(state_dict.RETIRED)
+    there = {name for name in there if not name.startswith(_LOSS_SCALE)}
     differ = {n for n in ours if n in there and not _converts(arrays[n], ours[n])}
     if faults := sorted(differ | ((ours.keys() | there) - {n for n in ours if n in arrays})):
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""

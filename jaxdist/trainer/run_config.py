@@ -156,6 +156,7 @@ _NEWER = (
     "data.special_tokens", "data.format", "data.chat_template", "data.long_documents",
     "init.from_run", "init.optimizer", "lora.dropout",
     "precision.matmul", "precision.fp8_small_kernels",
+    "precision.loss_scale", "precision.loss_scale_growth_interval",
     "model.rope_beta_slow", "model.rope_beta_fast", "model.rope_truncate", "model.rope_attention_factor",
     "model.rope_short_factor", "model.rope_long_factor",
     "model.first_dense_layers", "model.feed_forward_pattern",

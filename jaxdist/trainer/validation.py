@@ -13,7 +13,7 @@ from jaxdist.models import registry
 from jaxdist.ops import context_attention
 from jaxdist.optim import optimizers
 from jaxdist.optim.config import warmup_faults
-from jaxdist.parallel import offload
+from jaxdist.parallel import offload, precision
 from jaxdist.parallel.mesh import MeshShape, resolve_mesh, slices_of
 from jaxdist.parallel.placement import place
 from jaxdist.parallel.sharding import Rules
@@ -31,6 +31,7 @@ def validate(
 ) -> tuple[MeshShape, Rules, ModelSpec]:
     """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
     slices, faults = slices_of(run.mesh, devices), list(offload.device_faults(run.offload, devices[0]))
+    faults += precision.device_faults(run.precision, devices[0])
     try:
         checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
     except ConfigError as error:

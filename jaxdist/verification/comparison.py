@@ -29,6 +29,7 @@ class Bands:
 BANDS: dict[str, Bands] = {
     "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
     "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
+    "float16": Bands(2.5e-4, 5e-3, 5e-3, 2.5e-2),  # 3 more bits
     # A sum that rounds otherwise may fall on the other side of a code's border, and codes have 4 bits.
     **{recipe: Bands(1e-3, 0.1, 2e-2, 0.2) for recipe in RECIPES},
 }

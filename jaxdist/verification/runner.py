@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import experts
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.precision import FloatName, PrecisionConfig, Recipe
+from jaxdist.parallel.precision import ComputeName, PrecisionConfig, Recipe
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, validation
@@ -24,8 +24,8 @@ from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
 _Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
-Precision = FloatName | Recipe  # of a row: float32, bfloat16, or bfloat16 with products of 8-bit floats
-PRECISIONS: tuple[FloatName, ...] = ("float32", "bfloat16")
+Precision = ComputeName | Recipe  # of a row: of compute, or of products in 8-bit floats (then in bfloat16)
+PRECISIONS: tuple[ComputeName, ...] = ("float32", "bfloat16")
 # XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it fuses, so on the
 # layout: alone this makes gradients differ by 2e-2. Here all stay where the program has them.
 OPTIONS = {"xla_allow_excess_precision": False}
@@ -61,25 +61,27 @@ def compile_layout(
     """
     options = OPTIONS | (CPU_OPTIONS if devices[0].platform == "cpu" else {})
     programs: dict[str, Program] = {}
-    inits: dict[str, Any] = {}  # by dtype of the stored parameters
+    inits: dict[tuple[str, bool], Any] = {}  # by dtype of the stored parameters, and if there is a loss scale
     for precision in precisions:
         this = dataclasses.replace(run, precision=_precision(run, precision))
-        stored = this.precision.params
+        start_of = this.precision.params, build.loss_scale(this) is not None
         with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
             _, rules, spec = validation.validate(this, devices)
             if spec.streams and this.batch.accumulation > 1:
                 raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
             built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
             step = built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
-            start = None if stored in inits else built.init.lower()
+            start = None if start_of in inits else built.init.lower()
         if start is not None:
-            inits[stored] = start.compile(compiler_options=options)
-        programs[precision] = Program(built, inits[stored], step.compile(compiler_options=options))
+            inits[start_of] = start.compile(compiler_options=options)
+        programs[precision] = Program(built, inits[start_of], step.compile(compiler_options=options))
     return programs
 
 
 def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
     """Returns the precisions that a run's layouts are compared in."""
+    if run.precision.compute == "float16":
+        return "float32", "float16"
     return PRECISIONS if run.precision.matmul == "compute" else (*PRECISIONS, run.precision.matmul)
 
 
@@ -87,7 +89,7 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
     """Returns the config of a row: in float32 nothing is stored in less, else the run says in what."""
     if name == "float32":
         return PrecisionConfig("float32", "float32")
-    if name == "bfloat16":
+    if name in ("bfloat16", "float16"):
         return PrecisionConfig(run.precision.params, name)
     # Of all kernels: at tiny sizes every one is small.
     return PrecisionConfig(run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True)
@@ -141,7 +143,8 @@ def verify_layouts(
 
     Args:
       run: a config of any size; it is shrunk.
-      precisions: "float32", "bfloat16" and recipes of `precision.matmul`; default: `precisions_of` the run.
+      precisions: "float32", "bfloat16", "float16" and recipes of `precision.matmul`; default: those of
+        `precisions_of` the run.
       only: proves just the layouts whose name contains this.
       log: is told the progress, a line each.
 

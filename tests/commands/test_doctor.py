@@ -2,6 +2,7 @@
 
 import json
 from importlib import metadata
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -47,6 +48,13 @@ def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
     assert "trouble: AssertionError" in doctor.as_text(report)
     flags = {flag["setting"]: flag for flag in report["flags"]}
     assert flags and all(flag["set_by_train"] for flag in flags.values())
+
+
+def test_a_gpu_without_bfloat16_is_advised_float16(monkeypatch):
+    t4 = SimpleNamespace(platform="gpu", device_kind="Tesla T4", id=0, memory_stats=lambda: {})
+    monkeypatch.setattr(jax, "devices", lambda: [t4])
+    text = doctor.as_text(doctor.examine({}))
+    assert "advice: Tesla T4 has no units for bfloat16" in text and "precision.compute=float16" in text
 
 
 def test_flags_of_the_user_stay():

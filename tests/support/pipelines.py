@@ -14,6 +14,7 @@ from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel import sharding
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from support.models import TINY, batch_of, spec_of
 
@@ -60,7 +61,11 @@ class Case(NamedTuple):
 
 
 def build(
-    case: Case, remat: str = "dots", optimizer: OptimizerConfig = OPTIMIZER, moments_in: str | None = None
+    case: Case,
+    remat: str = "dots",
+    optimizer: OptimizerConfig = OPTIMIZER,
+    moments_in: str | None = None,
+    loss_scale: DynamicLossScale | None = None,
 ) -> TrainStep:
     config = meshes.MeshConfig(
         pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
@@ -74,6 +79,7 @@ def build(
         compute=case.compute,
         remat=remat,
         moments_in=moments_in,
+        loss_scale=loss_scale,
         staging=case.staging,
     )
     rate = build_schedule(optimizer, 1000, BATCH)

@@ -48,6 +48,7 @@ def pipeline_sums(
     names: StageParams,
     batch: Batch,
     key: jax.Array | None,
+    scale: jax.Array | None = None,
     *,
     backward: bool,
 ) -> tuple[Tree, Loss]:
@@ -59,19 +60,20 @@ def pipeline_sums(
     Args:
       params: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
       names: logical names, like params.
+      scale: of the loss where its gradient begins; gradients come out multiplied by it.
       backward: False leaves the backward pass out; the gradients are then None.
     """
     run: Callable[..., tuple[Tree, Loss]] = partial(_run, pipeline, names, backward)
     if AXIS not in execution.current().manual:
         specs = jax.tree.map(partial(execution.region_spec, axes=(AXIS,)), params, names)
-        given, summed = (specs, P(), P()), (specs.trained if backward else P(), P())
+        given, summed = (specs, P(), P(), P()), (specs.trained if backward else P(), P())
         run = execution.region(run, (AXIS,), in_specs=given, out_specs=summed)
-    return run(params, batch, key)
+    return run(params, batch, key, scale)
 
 
-def _run(pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key):
+def _run(pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key, scale):
     """Runs all ticks on one stage; arrays are this stage's part."""
-    stage = _Ticks(pipeline, params, names, batch, key, backward)
+    stage = _Ticks(pipeline, params, names, batch, key, backward, scale)
     carry = stage.start()
     rows, ticks = jax.tree.map(jnp.asarray, (pipeline.program.rows, pipeline.program.ticks))
     rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, stage.index, 1, False), rows)
@@ -177,7 +179,8 @@ class _Ticks(Stage):
 
         def objective(trained, y):
             loss = self.head(rest._replace(trained=trained), y, number)
-            return loss.sum + sum(loss.aux.values()), loss
+            total = loss.sum + sum(loss.aux.values())
+            return total if self.scale is None else total * self.scale, loss
 
         (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest.trained, y)
         return carry._replace(

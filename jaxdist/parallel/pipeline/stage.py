@@ -5,6 +5,7 @@ Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,9 +46,11 @@ class Pipeline(NamedTuple):
 class Stage:
     """What a stage computes of the model, and its gradients."""
 
-    def __init__(self, pipeline: Pipeline, params: StageParams, names: StageParams, batch, key, backward):
+    def __init__(
+        self, pipeline: Pipeline, params: StageParams, names: StageParams, batch, key, backward, scale=None
+    ):
         self.cut, self.program, self.assemble = pipeline
-        self.names, self.batch, self.key, self.backward = names, batch, key, backward
+        self.names, self.batch, self.key, self.backward, self.scale = names, batch, key, backward, scale
         self.blocks, self.rest = params.blocks, params.edges
         if self.cut.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
@@ -131,7 +134,7 @@ class Stage:
         def apply(trained, x):
             return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
 
-        return _pull(apply, blocks.trained, x, dy)
+        return self._pull(apply, blocks.trained, x, dy)
 
     def pull_layers(self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk):
         """Returns what `pull` does, from the inputs of all layers.
@@ -147,7 +150,7 @@ class Stage:
                 part = _stacked(parameters._replace(trained=trained))
                 return self.layers(part, x, fields, layer, (kind,))[:2]
 
-            dparameters, dx = _pull(apply, parameters.trained, x, dy)
+            dparameters, dx = self._pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
         stack = self.model(self.rest, blocks).blocks
@@ -155,16 +158,16 @@ class Stage:
         dx, dblocks = scan_layers(one, dy, (blocks, inputs), kinds, first=first, stride=stride, reverse=True)
         return dblocks, dx
 
+    def _pull(self, apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
+        """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of aux."""
+        (_, aux), pull = jax.vjp(apply, trained, x)
+        begin = jnp.ones_like if self.scale is None else partial(jnp.full_like, fill_value=self.scale)
+        return pull((dy, jax.tree.map(begin, aux)))
+
     @staticmethod
     def residual(x: jax.Array) -> jax.Array:
         lead = (None,) * (x.ndim - 3)
         return execution.shard(x, *lead, "batch", "residual", None)
-
-
-def _pull(apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
-    """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of aux."""
-    (_, aux), pull = jax.vjp(apply, trained, x)
-    return pull((dy, jax.tree.map(jnp.ones_like, aux)))
 
 
 def _stacked(layer: StageParams) -> StageParams:
