@@ -89,7 +89,7 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
     """Returns the config of a row: in float32 nothing is stored in less, else the run says in what."""
     if name == "float32":
         return PrecisionConfig("float32", "float32")
-    if name in ("bfloat16", "float16"):
+    if name == "bfloat16" or name == "float16":
         return PrecisionConfig(run.precision.params, name)
     # Of all kernels: at tiny sizes every one is small.
     return PrecisionConfig(run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True)
@@ -143,8 +143,7 @@ def verify_layouts(
 
     Args:
       run: a config of any size; it is shrunk.
-      precisions: "float32", "bfloat16", "float16" and recipes of `precision.matmul`; default: those of
-        `precisions_of` the run.
+      precisions: dtypes, and recipes of `precision.matmul`; default: `precisions_of` the run.
       only: proves just the layouts whose name contains this.
       log: is told the progress, a line each.
 

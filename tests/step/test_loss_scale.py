@@ -36,7 +36,7 @@ from support.models import (
     step_of,
     worst,
 )
-from support.paths import GOLDEN
+from support.paths import DATA
 
 MODEL = replace(TINY, num_layers=3, z_loss=1e-2)
 SPARSE = replace(
@@ -81,7 +81,7 @@ def linear_step(case: loss_scale_torch.Case) -> TrainStep:
 
 @pytest.mark.parametrize("name", loss_scale_torch.CASES)
 def test_scale_counter_and_skips_are_torchs(name):
-    case, table = loss_scale_torch.CASES[name], json.loads((GOLDEN / "loss_scale_torch.json").read_text())
+    case, table = loss_scale_torch.CASES[name], json.loads((DATA / "loss_scale" / "torch.json").read_text())
     built, rows, skipped = linear_step(case), [], 0
     state = built.init()
     for x in loss_scale_torch.inputs(case):

@@ -1,4 +1,4 @@
-"""Writes tests/golden/loss_scale_torch.json: what `torch.amp.GradScaler` does with a loss scale.
+"""Writes tests/data/loss_scale/torch.json: what `torch.amp.GradScaler` does with a loss scale.
 
     python tests/support/loss_scale_torch.py FILE          # torch; 2.15 made the file that is there
 
