@@ -14,6 +14,7 @@ from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.telemetry.ledger import JOIN
 from jaxdist.trainer import cli, trainer
 
 
@@ -30,8 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(flags.workdir or default_workdir(flags.config))
     try:
         with Watchdog(config.watchdog, folder) as watch:  # joining, and finding devices, may hang
-            _prepare()
-            count = jax.local_device_count()
+            with watch.ledger.aside(JOIN):
+                _prepare()
+                count = jax.local_device_count()
             full = coordination.broadcast(elastic.full_devices(os.environ, folder, per_process=count))
             trainer.run(config, folder, title=flags.config, full_devices=full, watch=watch)
     except trainer.Interrupted as interrupted:

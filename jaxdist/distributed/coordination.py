@@ -18,6 +18,7 @@ import jax
 from jax._src import distributed  # the service's client has no public name in jax 0.10 to 0.12
 
 from jaxdist.config import ConfigError
+from jaxdist.telemetry import ledger
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs
@@ -38,7 +39,8 @@ def broadcast(value: Any) -> Any:
     if jax.process_index() == 0:
         client.key_value_set(key, json.dumps(value))
         return value
-    return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))
+    with ledger.waiting():
+        return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))
 
 
 def barrier(timeout_s: int = _FOREVER_S) -> None:
@@ -48,7 +50,8 @@ def barrier(timeout_s: int = _FOREVER_S) -> None:
       jax.errors.JaxRuntimeError: one was lost, or did not come in time.
     """
     if client := kv_client():
-        client.wait_at_barrier(f"jaxdist/barrier/{next(_numbers)}", 1000 * timeout_s)
+        with ledger.waiting():
+            client.wait_at_barrier(f"jaxdist/barrier/{next(_numbers)}", 1000 * timeout_s)
 
 
 def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:

@@ -1,7 +1,10 @@
-"""Which process holds up the others."""
+"""Which process holds up the others, and when steps have become slow."""
 
+import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +24,7 @@ class Pace:
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event, self._last = event, -1  # the last that lagged
+        self.held_s = 0.0  # of the last row's seconds: what this process waited for one that lags
         self._board = coordination.Board("pace")
         self._begun = False
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ROWS)
@@ -35,6 +39,7 @@ class Pace:
           steps, seconds: since the row before.
           waited_s: seconds of them that this process waited for its devices.
         """
+        self.held_s = 0.0
         if self._board.client is None or not self._begun:  # the first steps of a program are no measure
             self._begun = True
             return {}
@@ -55,6 +60,8 @@ class Pace:
         if lags and process != self._last:
             self._event("straggler", step, process=process, **fields)
         self._last = process if lags else -1
+        if lags and process != jax.process_index():
+            self.held_s = min(waited_s, steps * max(0.0, fields["slowest_busy_s"] - busy_s / number))
         return fields
 
 
@@ -63,3 +70,176 @@ def slowest(busy_s: Mapping[int, float]) -> dict[str, Any]:
     process = max(busy_s, key=lambda number: busy_s[number])
     median = sorted(busy_s.values())[(len(busy_s) - 1) // 2]
     return {"slowest_process": process, "slowest_busy_s": busy_s[process], "median_busy_s": median}
+
+
+# --- slow steps -----------------------------------------------------------------------------------
+
+_WINDOW, _EVERY = 16, 4  # steps whose median is the pace; steps between two looks at it
+_LOOKS, _LEARNT = 64, 4  # looks at paces that tell what is usual; how many are enough
+_SLOW, _USUAL = 1.5, 1.25  # times the usual pace: an event from here on, and its end
+_LONG_S = 0.5  # that a window must have lasted: shorter pauses are the machine's own
+_ANSWER = 8  # steps that other processes have to say what they see
+_KEPT = 512  # slow steps after which their pace is the usual one
+
+
+@dataclass
+class _Laps:
+    """The last times between two calls."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    last: float | None = None
+
+    def lap(self, now: float) -> None:
+        if self.last is not None:
+            self.recent.append(now - self.last)
+        self.last = now
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step, and what this process did in them."""
+
+    step: float
+    data: float  # waited for its batch
+    devices: float  # waited for devices: its own, or those that wait for another process
+
+    @property
+    def host(self) -> float:
+        return max(0.0, self.step - self.data - self.devices)
+
+
+class StepAlarm:
+    """Learns how long a step takes; a lasting slowdown is an event `slow_steps` that names its cause.
+
+    The pace is a median of 16 steps, so one slow step is none. Steps are timed twice, where they are
+    started and where they are recorded, and the slower pace counts: after a pause of the loop some are
+    started at once, before one some are recorded at once. With several processes each says what it
+    sees; the first blames the one whose own work grew most, or, where no process's did, devices.
+    """
+
+    def __init__(
+        self,
+        event: Callable[..., None],
+        note: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        event: takes an event's name, step and fields.
+        note: takes a line for people.
+        """
+        self._event, self._note, self._clock = event, note, clock
+        self._board: coordination.Board | None = None
+        self._looks: deque[Parts] = deque(maxlen=_LOOKS)  # of paces that were usual
+        self._slow_since: int | None = None
+        self._report_at: int | None = None
+        self._count = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Says that the loop begins, or begins anew: what is usual stays."""
+        self._started, self._recorded = _Laps(), _Laps()
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)
+        self._board = self._board or coordination.Board("slow steps")
+
+    def skip(self, seconds: float) -> None:
+        """Leaves out a pause that has just ended."""
+        for laps in (self._started, self._recorded):
+            if laps.last is not None:
+                laps.last += seconds
+
+    def record(self) -> None:
+        """Says that a step was seen to be done."""
+        self._recorded.lap(self._clock())
+
+    def start(self, step: int, *, data_s: float, devices_s: float) -> None:
+        """Says that a step has just been started. All processes make the same calls.
+
+        Args:
+          data_s, devices_s: that this process has waited for batches and for devices, in all.
+        """
+        self._started.lap(self._clock())
+        self._waits.append((data_s, devices_s))
+        self._count += 1
+        if self._count % _EVERY == 0 and len(self._waits) > _WINDOW:
+            self._look(step)
+
+    def _look(self, step: int) -> None:
+        now, usual = self._parts(), self._usual()
+        if self._slow_since is None:
+            lasted = sum(self._started.recent) >= _LONG_S
+            if usual and lasted and now.step > _SLOW * usual.step:
+                self._slow_since = step
+                self._tell(step, now, usual)
+            else:
+                self._looks.append(now)
+        elif usual and now.step < _USUAL * usual.step:
+            self._slow_since = None
+        elif step - self._slow_since >= _KEPT:
+            self._looks.clear()
+            self._slow_since = None
+        if self._report_at is not None and step >= self._report_at and usual:
+            self._report_at = None
+            self._name_cause(step, now, usual)
+
+    def _parts(self) -> Parts:
+        (data, devices), (data_then, devices_then) = self._waits[-1], self._waits[0]
+        paces = [statistics.median(laps.recent) for laps in (self._started, self._recorded) if laps.recent]
+        return Parts(max(paces), (data - data_then) / _WINDOW, (devices - devices_then) / _WINDOW)
+
+    def _usual(self) -> Parts | None:
+        if len(self._looks) < _LEARNT:
+            return None
+        names = ("step", "data", "devices")
+        return Parts(*(statistics.median(getattr(look, name) for look in self._looks) for name in names))
+
+    def _tell(self, step: int, now: Parts, usual: Parts) -> None:
+        """Tells the first process what grew in this one, and has it report once all had time to."""
+        alone = self._board is None or self._board.client is None
+        if not alone:
+            self._put(step, now, usual)
+        if jax.process_index() == 0:
+            self._report_at = step if alone else step + _ANSWER
+
+    def _put(self, step: int, now: Parts, usual: Parts) -> None:
+        assert self._board is not None
+        try:
+            self._board.put({"step": step, "data": now.data - usual.data, "host": now.host - usual.host})
+        except jax.errors.JaxRuntimeError:
+            return
+
+    def _name_cause(self, step: int, now: Parts, usual: Parts) -> None:
+        grown = {0: {"data": now.data - usual.data, "host": now.host - usual.host}}
+        if self._board is not None and self._board.client is not None:
+            try:
+                told = self._board.values()
+            except jax.errors.JaxRuntimeError:
+                told = {}
+            grown |= {n: said for n, said in told.items() if n and said["step"] >= step - 2 * _ANSWER}
+        process, phase = blamed(grown, now.step - usual.step)
+        times = {"step_s": now.step, "usual_step_s": usual.step}
+        self._event("slow_steps", step, process=process, phase=phase, **times)
+        who = "" if process is None else f"process {process}'s " if len(grown) > 1 else "its "
+        what = {"data": "data", "host": "own work, beside data and devices"}.get(phase, "devices")
+        self._note(
+            f"step {step}: steps take {1e3 * now.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
+            f"what takes longer: {who}{what}"
+        )
+
+
+def blamed(grown: Mapping[int, Mapping[str, float]], excess_s: float) -> tuple[int | None, str]:
+    """Returns which process holds up a step, and what it does: "data", "host" or "devices".
+
+    Args:
+      grown: by process, by how many seconds a step its "data" and its "host" work take longer than usual.
+      excess_s: by how many seconds the step does. What no process's own work explains is the devices';
+        of several processes none can then be told from the others (None).
+    """
+
+    def own(process: int) -> float:
+        return grown[process]["data"] + grown[process]["host"]
+
+    process = max(grown, key=own)
+    if own(process) < 0.5 * excess_s:
+        return (None if len(grown) > 1 else process), "devices"
+    return process, max(("data", "host"), key=lambda name: grown[process][name])

@@ -17,7 +17,9 @@ from importlib import resources
 from jaxdist.config import schema
 from jaxdist.report_page import experts, reproduce
 from jaxdist.report_page.charts import Curve, chart, smooth
+from jaxdist.report_page.step_parts import step_parts
 from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
+from jaxdist.telemetry import ledger
 from jaxdist.telemetry.units import duration_text
 
 GENERATOR = "jaxdist report"  # in a <meta> of the page, so that a report may replace a report
@@ -31,6 +33,7 @@ _FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, fac
     ("tokens_per_s", "Tokens per second", "all devices", 1.0, ""),
     ("step_time_s", "Step time", "ms", 1e3, "ms"),
     ("mfu_causal", "MFU (causal)", "% of peak", 100.0, "%"),
+    ("hfu", "HFU", "% of peak", 100.0, "%"),
     ("learning_rate", "Learning rate", "", 1.0, ""),
     ("grad_norm", "Gradient norm", "before clipping", 1.0, ""),
     ("loss_scale", "Loss scale", "of float16", 1.0, ""),
@@ -46,7 +49,9 @@ def render(runs: Sequence[RunSummary]) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = (
         f"<header><h1>{title}</h1>{''.join(map(_headline, runs, _keys(runs)))}</header>"
-        f"{_figures(runs)}{_charts(runs)}{_experts(runs)}{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
+        f"{_figures(runs)}{_charts(runs)}{_experts(runs)}"
+        f"{_each(runs, 'Wall time', _wall_time)}{_each(runs, 'A step, estimated', _step)}"
+        f"{_events(runs)}{_each(runs, 'Pipeline', _pipeline)}"
         f"{_each(runs, 'Split sequences', _split_sequences)}"
         f"{_each(runs, 'Plan', lambda run: _text(run.plan))}"
         f"{_each(runs, 'Sharding', _sharding)}"
@@ -61,7 +66,8 @@ def render(runs: Sequence[RunSummary]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title} · jaxdist</title><style>{_STYLE}</style></head>"
         f"<body><main>{body}<footer>Written {_clock(datetime.now(UTC))} UTC by {GENERATOR}. Loss is "
-        "in nats per weighted target. MFU counts no recomputation, and of experts those that a token uses."
+        "in nats per weighted target. MFU counts no recomputation, and of experts those that a token uses; "
+        "HFU counts what the program computes."
         "</footer></main>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
@@ -270,6 +276,26 @@ def _events(runs: Sequence[RunSummary]) -> str:
     if len(runs) == 1:
         head, rows = head[1:], [row[1:] for row in rows]
     return _titled("Events", _table(head, rows, alert=alerts))
+
+
+def _wall_time(run: RunSummary) -> str:
+    """Returns what the wall time of all starts went to; nothing of a run without a ledger."""
+    spent = ledger.account(run.lives)
+    if not spent.wall_s:
+        return ""
+    named = sorted(spent.buckets.items(), key=lambda item: -item[1])
+    rows = [[name, duration_text(s), f"{100 * s / spent.wall_s:.1f} %"] for name, s in named if s > 0]
+    line = f'<p class="soft">{escape(ledger.goodput_line(run.lives))}</p>'
+    return line + _table(["spent on", "time", "share"], rows)
+
+
+def _step(run: RunSummary) -> str:
+    """Returns the parts of a step, and what to look at first."""
+    parts = step_parts(run.rows.train[-1] if run.rows.train else {}, run.info, run.ops)
+    if parts is None:
+        return ""
+    said = f'<p class="soft">{escape(parts.verdict())} ({escape(parts.source)}).</p>'
+    return said + _table(["part", "share"], [[n, f"{100 * s:.1f} %"] for n, s in parts.shares.items()])
 
 
 def _sharding(run: RunSummary) -> str:

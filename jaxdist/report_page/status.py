@@ -1,6 +1,7 @@
 """What a run is doing, from the files of its workdir: read in milliseconds, also while it trains. No jax."""
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.report_page import cost, experts, reproduce
+from jaxdist.report_page.step_parts import step_parts
 from jaxdist.report_page.summary import number, sizes, unit_of
 from jaxdist.storage import lock, untrusted
 from jaxdist.telemetry import ledger, metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
-_RUN = "run.json"
+_RUN, _OPS = "run.json", "profile/top_ops.json"
 RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, _RUN)  # one of them is in the folder of any run
 ACTIVITIES = {
     "start": "starting",
@@ -40,6 +42,7 @@ class RunStatus:
     rows: metrics.MetricRows  # the last ones
     events: list[metrics.Row]
     lives: list[ledger.Life]
+    ops: list[dict[str, Any]]  # of a profile
     now: float  # seconds since 1970
 
     @property
@@ -64,7 +67,7 @@ class RunStatus:
         running, life = state == "running", self.lives[-1] if self.lives else None
         steps, step = _whole(self.config.get("train.steps")), self._step()
         step_s = number(row.get("step_time_s"))
-        spent = self._account(running)
+        spent, parts = self._account(running), step_parts(row, self.info, self.ops)
         document = {
             "workdir": str(self.folder),
             "state": state,
@@ -75,13 +78,18 @@ class RunStatus:
             "steps": steps,
             "eta_s": step_s * (steps - step) if running and steps and step_s is not None else None,
             "next_save": self._next_save(step, steps, step_s) if running else None,
-            **{name: row.get(name) for name in ("loss", "tokens_per_s", "mfu", "tokens_seen", "step_time_s")},
+            **{
+                name: row.get(name)
+                for name in ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
+            },
             "unit": self.unit,  # of tokens_per_s and tokens_seen
             "eval_loss": evaluated.get("eval_loss"),
             "experts": experts.figures(row),
             **sizes(self.info),
             "started": next((event["time"] for event in self.events if event["event"] == "start"), None),
             "starts": sum(event["event"] == "start" for event in self.events),
+            "step_parts": parts and dict(parts.shares),  # shares of a step, estimated
+            "verdict": parts and parts.verdict(),
             "goodput": spent.goodput,
             "ledger": {"buckets": spent.buckets, "wall_s": spent.wall_s},
             "cost": cost.cost(self.config, self.info, self.lives, spent, number(row.get("tokens_seen"))),
@@ -147,7 +155,7 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     config, info = schema.flatten(_fields(folder / "config.json")), _fields(folder / _RUN)
     rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
     now = time.time() if now is None else now
-    return RunStatus(folder, config, info, rows, events, ledger.read_lives(folder), now)
+    return RunStatus(folder, config, info, rows, events, ledger.read_lives(folder), _ops(folder), now)
 
 
 def _fields(file: Path) -> Mapping[str, Any]:
@@ -156,6 +164,15 @@ def _fields(file: Path) -> Mapping[str, Any]:
         return untrusted.read_json(file, dict)
     except (OSError, untrusted.Malformed):
         return {}
+
+
+def _ops(folder: Path) -> list[dict[str, Any]]:
+    """Returns the operations of a run's profile; [] without one that can be read."""
+    try:
+        rows = untrusted.read_json(folder / _OPS, list)
+    except (OSError, untrusted.Malformed):
+        return []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("share"), int | float)]
 
 
 def is_run(folder: Path) -> bool:
@@ -168,6 +185,7 @@ _NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("eval_loss", "{:.4f}".format),
     ("tokens_per_s", count_text),
     ("mfu", percent_text),
+    ("hfu", percent_text),
     ("step_time_s", time_text),
 )
 
@@ -193,6 +211,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]
+    verdict = textwrap.wrap(document["verdict"] or "", 70)
+    lines += [f"{'' if index else 'verdict':<10}{line}" for index, line in enumerate(verdict)]
     lines += _ledger_lines(document)
     named = cost.as_texts(document["cost"], document["unit"]).items()
     lines += [f"cost      {', '.join(f'{name} {text}' for name, text in named)}"] * bool(named)

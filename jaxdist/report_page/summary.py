@@ -32,6 +32,7 @@ class RunSummary:
     events: Sequence[metrics.Row]
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
+    lives: Sequence[ledger.Life]  # of ledger.json
     plan: str  # plan.txt
     arrays: Sequence[metrics.Row]  # arrays.jsonl
     unreadable: Sequence[str]  # what of its files could not be read, a line each
@@ -102,6 +103,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         events=events,
         sample=files.text("sample.txt"),
         ops=files.rows("profile/top_ops.json", _OP),
+        lives=ledger.read_lives(folder),
         plan=files.text("plan.txt"),
         arrays=arrays,
         unreadable=files.faults,
@@ -110,7 +112,8 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
 
 # Fields that the page reads, with their kinds; of others it shows whatever they hold.
 _INFO: Mapping[str, Any] = {
-    "mesh": dict, "sharding": list, "device_kind": str, "timeline_svg": str, "split_sequences": list,
+    "mesh": dict, "pipeline": dict, "sharding": list, "device_kind": str, "timeline_svg": str,
+    "split_sequences": list,
 }  # fmt: skip
 _OP: Mapping[str, Any] = {"op": str, "share": int | float, "seconds": int | float, "count": int}
 
@@ -220,6 +223,8 @@ def figures(run: RunSummary) -> dict[str, str]:
         "peak, in MFU": mfu_peak(run.info) if run.column("mfu_causal") else "",
         "MFU causal, median": text(median, "mfu_causal", percent_text),
         "MFU full, median": text(median, "mfu_full", percent_text),
+        "HFU, median": text(median, "hfu", percent_text),
+        "goodput": text(last, "goodput", percent_text),
         "time since start": duration_text(times[-1] - times[0]) if times else "",
     }
     return {name: text for name, text in (texts | _cost(run)).items() if text}

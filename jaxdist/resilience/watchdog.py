@@ -35,7 +35,7 @@ from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
 from jaxdist.resilience.watchdog_process import BEAT, BEAT_AT, DUMP_SIGNAL, ENDING_AT, PHASES
-from jaxdist.telemetry.ledger import Ledger
+from jaxdist.telemetry import ledger
 
 Item = TypeVar("Item")
 
@@ -64,13 +64,17 @@ class Watchdog:
         self._config, self._folder = config, folder
         wanted = preemption.PROCESS.is_ours if enabled is None else enabled
         self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
-        self.ledger = Ledger()  # of the time of this life of the run
+        whole = preemption.PROCESS.is_ours and not preemption.PROCESS.is_script
+        # Of the time of this life of the run, which began with the process if that is a command's.
+        self.ledger = ledger.Ledger(age_s=ledger.process_age_s() if whole else 0.0)
         self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
         self._last_step = 0.0
         self._memory: Any = None
         self._watcher: subprocess.Popen | None = None
 
     def __enter__(self) -> Watchdog:
+        self._booked = ledger.of_process(self.ledger)
+        self._booked.__enter__()
         if not self._enabled:
             return self
         if os.getpid() == 1:
@@ -99,6 +103,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._booked.__exit__(None, None, None)
         if self._watcher is not None:
             os.close(self._life)
             with contextlib.suppress(subprocess.TimeoutExpired):

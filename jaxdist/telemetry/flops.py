@@ -107,6 +107,22 @@ def _equation_flops(equation: Any, fp8_only: bool) -> float:
     return flops
 
 
+def has_unknown_loops(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr has loops with products that run nobody knows how often: a count is too low."""
+    for equation in _open(jaxpr).eqns:
+        inner = [value for param in equation.params.values() for value in _jaxprs(param)]
+        if equation.primitive.name == "while" and any(map(jaxpr_flops, inner)):
+            return True
+        if any(map(has_unknown_loops, inner)):
+            return True
+    return False
+
+
+def _jaxprs(param: Any) -> list[Any]:
+    parts = param if isinstance(param, list | tuple) else (param,)
+    return [part for part in parts if hasattr(_open(part), "eqns")]
+
+
 def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 

@@ -2,7 +2,8 @@
 
 A life is one start of the run. It books every moment to the bucket of the phase that it is in, by one steady
 clock, so that buckets add up to the life; between two lives the run was `down`. Steps that a later life did
-again were `lost`.
+again were `lost`. Buckets are the phases of `resilience.watchdog`, and what within a phase is another thing:
+joining the others, compiling, waiting for them, a caller's hooks.
 """
 
 import bisect
@@ -22,9 +23,11 @@ LEDGER_FILE = "ledger.json"
 PUBLISH_S, BEAT_S = 1.0, 10.0  # between two writes of what has changed; of what has not
 CLOSE_S = 5.0  # that the end of a run waits for the last write
 DOWN, LOST, STEP, OTHER = "down", "lost", "step", "other"
+JOIN, COMPILE, WAIT, HOOKS = "join", "compile", "wait", "hooks"  # within a phase
 
 _IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
 _MOST_LIVES = 10_000
+_MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
 
 
 @dataclass
@@ -47,20 +50,41 @@ class Life:
 
 
 class Ledger:
-    """Books the time of this life. `enter` costs a microsecond; a thread writes."""
+    """Books the time of this life. `enter` costs a microsecond; a thread writes.
+
+    What belongs to no phase of its own (`aside`, `compiled`, `move`) counts in the thread that made this.
+    """
+
+    goodput: float | None = None  # of all lives, when they were last written
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+        self,
+        *,
+        age_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ):
-        """Begins the life, in the phase `start`; nothing is written yet."""
+        """Begins the life, in the phase `start`; nothing is written yet.
+
+        Args:
+          age_s: seconds ago that it began.
+        """
         self._clock, self._wall_clock = clock, wall_clock
-        began = wall_clock()
-        self._life, self._entered = Life(began, since=began), clock()
+        began = wall_clock() - age_s
+        self._life, self._entered = Life(began, since=began), clock() - age_s
         self._lock, self._over = threading.Lock(), threading.Event()  # of the life; ends the thread
         self._writing = threading.Lock()
         self._before: list[Life] = []
         self._withdrawn = False
         self._file: Path | None = None
+        self._thread = threading.get_ident()
+        self._aside = ""  # the bucket, where it is not the phase's
+        self._compiled: list[tuple[float, float]] = []  # (begin, end) of compilations, none in another
+
+    @property
+    def step(self) -> int:
+        """Updates finished."""
+        return self._life.step
 
     def enter(self, phase: str, done: int = 0) -> None:
         """Closes the bucket of the phase before.
@@ -80,10 +104,67 @@ class Ledger:
                 life.undone += max(0, life.step - done)
                 life.step = done
 
+    @contextlib.contextmanager
+    def aside(self, bucket: str) -> Iterator[None]:
+        """Books what the body takes to a bucket of its own."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        before = self._turn(bucket)
+        try:
+            yield
+        finally:
+            self._turn(before)
+
+    def _turn(self, bucket: str) -> str:
+        """Books the time so far; what follows goes to the bucket, or with "" to the phase's."""
+        with self._lock:
+            self._book()
+            before, self._aside = self._aside, bucket
+        return before
+
+    def compiled(self, seconds: float) -> None:
+        """Books the last seconds to `compile`: they were spent on tracing, lowering or compiling.
+
+        One compilation may contain others that were told before; their time counts once.
+        """
+        if threading.get_ident() != self._thread:
+            return  # beside the work of this thread, which may wait for it in the phase `compile`
+        now, known = self._clock(), self._compiled
+        begin = now - seconds
+        while known and known[-1][0] >= begin:
+            first, last = known.pop()
+            seconds -= last - first
+        known.append((begin, now))
+        del known[:-_MOST_COMPILED]
+        with self._lock:
+            self._book()
+            self._move(self._aside or self._life.phase, COMPILE, seconds)
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Books so many seconds of a bucket, or all that it has, to another: it turned out what they were."""
+        with self._lock:
+            self._book()
+            self._move(source, target, seconds)
+
+    def _move(self, source: str, target: str, seconds: float) -> None:
+        buckets = self._life.buckets
+        seconds = min(seconds, buckets.get(source, 0.0))
+        if source != target and seconds > 0:
+            buckets[source] -= seconds
+            buckets[target] = buckets.get(target, 0.0) + seconds
+
     def _book(self) -> None:
-        now, buckets = self._clock(), self._life.buckets
-        buckets[self._life.phase] = buckets.get(self._life.phase, 0.0) + now - self._entered
+        now, buckets, bucket = self._clock(), self._life.buckets, self._aside or self._life.phase
+        buckets[bucket] = buckets.get(bucket, 0.0) + now - self._entered
         self._entered = now
+
+    def lives(self) -> list[Life]:
+        """Returns the lives so far, this one as it is now."""
+        with self._lock:
+            self._book()
+            self._life.written = self._wall_clock()
+            return [*self._before, Life(**asdict(self._life))]
 
     @contextlib.contextmanager
     def published(self, folder: Path) -> Iterator[None]:
@@ -97,6 +178,10 @@ class Ledger:
             self._life.ended = True
             self._over.set()
             thread.join(CLOSE_S)  # a disk that hangs holds nobody up
+
+    def summary(self) -> str:
+        """Returns `goodput_line` of all lives; "" where this one is not written, or counts for nothing."""
+        return "" if self._file is None or self._withdrawn else goodput_line(self.lives())
 
     def withdraw(self) -> None:
         """Takes the life out of the ledger as it ends: the run had been finished, and nothing was done."""
@@ -121,10 +206,8 @@ class Ledger:
 
     def _write(self) -> None:
         with self._writing:
-            with self._lock:
-                self._book()
-                self._life.written = self._wall_clock()
-                lives = [*self._before, Life(**asdict(self._life))]
+            lives = self.lives()
+            self.goodput = account(lives).goodput
             self._put(lives)
 
     def _put(self, lives: Sequence[Life]) -> None:
@@ -132,6 +215,36 @@ class Ledger:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run goes on
                 atomic.write_text(self._file, json.dumps(document) + "\n")
+
+
+_of_process: list[Ledger] = []  # the last is that of the run that this process is in
+
+
+@contextlib.contextmanager
+def of_process(ledger: Ledger) -> Iterator[None]:
+    """Makes it the ledger that `waiting` books to."""
+    _of_process.append(ledger)
+    try:
+        yield
+    finally:
+        _of_process.remove(ledger)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Books the body as waiting for other processes, in the ledger of this process's run if it has one."""
+    with _of_process[-1].aside(WAIT) if _of_process else contextlib.nullcontext():
+        yield
+
+
+def process_age_s() -> float:
+    """Returns how long ago this process began, to a hundredth of a second; 0 where that is not known."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field starttime
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+        return 0.0
+    return max(0.0, age_s)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -198,6 +311,44 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
         last = lives[-1]
         buckets[last.phase] = buckets.get(last.phase, 0.0) + max(0.0, now - last.written)
     return Account(buckets)
+
+
+def goodput_line(lives: Sequence[Life]) -> str:
+    """Returns one line: goodput, and where the rest of the time went; "" before any time has passed.
+
+    "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"
+    """
+    found = account(lives)
+    if found.goodput is None:
+        return ""
+    rest = sorted(((s, name) for name, s in found.buckets.items() if name != STEP), reverse=True)
+    parts = [f"{_whole_percent(seconds / found.wall_s)} {_spoken(name, lives)}" for seconds, name in rest]
+    shown = ", ".join(part for part in parts[:_SPOKEN] if not part.startswith("0 "))
+    return f"goodput {_whole_percent(found.goodput)}{f': {shown}' if shown else ''}"
+
+
+_SPOKEN = 5  # buckets in a line
+
+
+def _whole_percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _spoken(name: str, lives: Sequence[Life]) -> str:
+    if name == WAIT:
+        return "waiting for other processes"
+    if name != LOST:
+        return name
+    back = [
+        min(other.first for other in lives[index + 1 :] if other.first is not None)
+        for index, life in enumerate(lives)
+        if _lost_share(life, lives[index + 1 :]) and life.undone == 0
+    ]
+    undone = sum(life.undone > 0 for life in lives)
+    if len(back) == 1 and not undone:
+        return f"lost to a restart at step {back[0]}"
+    causes = [f"{len(back)} restarts"] * bool(back) + ["rollbacks"] * bool(undone)
+    return f"lost to {' and '.join(causes)}"
 
 
 def _lost_share(life: Life, later: Sequence[Life]) -> float:

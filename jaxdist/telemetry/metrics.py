@@ -246,16 +246,18 @@ class Throughput:
     """Speed of a run, from a window of steps: turns (seconds, steps, tokens) into metrics fields.
 
     MFU = model FLOPs / (time x peak), without recomputation; attention counted causally
-    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). None where the peak is unknown.
+    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). HFU counts the matrix products of the step's
+    program, what it computes again and attention in full. None where the peak is unknown.
     """
 
     num_devices: int
     peak_flops_per_s: float | None  # of one device, of `PrecisionConfig.peak`; None: unknown
     causal_flops_per_token: float  # forward and backward
     full_flops_per_token: float  # forward and backward
+    step_flops: float | None = None  # of the program of a step, all devices together; None: unknown
 
     def fields(self, *, seconds: float, steps: int, tokens: float) -> dict[str, float | None]:
-        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal, mfu_full, mfu.
+        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal, mfu_full, mfu, hfu.
 
         Args:
           seconds: wall time of the window, > 0.
@@ -265,6 +267,7 @@ class Throughput:
         """
         rate = tokens / seconds / self.num_devices
         peak, needed = self.peak_flops_per_s, (self.causal_flops_per_token, self.full_flops_per_token)
+        executed = self.step_flops and self.step_flops * steps / seconds / self.num_devices
         causal, full = (None if peak is None else rate * flops / peak for flops in needed)
         return {
             "step_time_s": seconds / steps,
@@ -273,6 +276,7 @@ class Throughput:
             "mfu_causal": causal,
             "mfu_full": full,
             "mfu": causal,
+            "hfu": None if peak is None or executed is None else executed / peak,
         }
 
 

@@ -15,6 +15,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.step.state import Metrics, State
+from jaxdist.telemetry import ledger
 from jaxdist.trainer.restore import Progress
 
 
@@ -49,6 +50,7 @@ class Hook:
     steps: int
     function: Callable[[StepView], None]
     at_end: bool
+    bucket: str = field(default=ledger.HOOKS, init=False)  # of the ledger, that its time goes to
     called_at: int = field(default=-1, init=False)  # the last step that it was called after
 
     def is_due(self, step: int) -> bool:

@@ -1,12 +1,14 @@
 """What a run does before its first step: it takes its workdir and its data, and says what it will do."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import schema
+from jaxdist.config import extras, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.protocols.model_spec import ModelSpec
@@ -65,6 +67,31 @@ def open_workdir(
         stack.enter_context(watch.ledger.published(folder))
     consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
     return store
+
+
+def serve_metrics(
+    config: RunConfig, devices: Sequence[jax.Device], stack: contextlib.ExitStack, watch: Watchdog
+) -> list[Any]:
+    """Returns the views of rows and events that are served on process 0; the stack ends them.
+
+    Raises:
+      ConfigError: on all processes: nothing can listen there.
+    """
+    if not config.telemetry.port:
+        return []
+    with coordination.raise_on_all():
+        if not is_lead():
+            return []
+        prometheus = extras.load("jaxdist.telemetry.prometheus")  # here: few runs need its half second
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        chips = None
+        if own[0].platform == "tpu":
+            with contextlib.suppress(ImportError):  # a libtpu without that module
+                chips = extras.load("jaxdist.telemetry.tpu_metrics").read
+        view = prometheus.RunMetrics(watch.ledger, own, chips=chips)
+        port = stack.enter_context(prometheus.served(config.telemetry, view))
+    _log(f"metrics: http://{config.telemetry.address}:{port}/metrics")
+    return [view]
 
 
 def describe(

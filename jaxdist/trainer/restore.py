@@ -26,6 +26,7 @@ from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
+from jaxdist.telemetry.flops import has_unknown_loops, jaxpr_flops
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.best import checked_best
@@ -75,8 +76,8 @@ def init_or_restore(
     watch: Watchdog,
     inputs: UserInputs,
     back_to: int | None = None,
-) -> tuple[State, Progress, SkippingDataset]:
-    """Returns the first state, the progress so far and the data to go on with; the step is compiled.
+) -> tuple[State, Progress, SkippingDataset, float | None]:
+    """Returns the first state, the progress so far, the data to go on with and `step_flops`; it is compiled.
 
     The step compiles in one thread, and to restore, the checkpoint library is imported in another, while
     the state is made or read here: a start takes the longest of the three, not their sum.
@@ -111,14 +112,14 @@ def init_or_restore(
             reader = restored.metadata.get(READER)
             prepared.result()
         watch.at("compile", progress.step)
-        compiled.result()
+        flops = compiled.result()
         consistency.agree(lambda: {"data left out": windows})
         skipping = SkippingDataset(dataset, windows)
         if 0 < progress.step < config.train.steps:
             line = skipping.go_to(progress.step, reader)
             if line and jax.process_index() == 0:
                 print(line)
-        return state, progress, skipping
+        return state, progress, skipping, flops
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
 
@@ -193,16 +194,18 @@ def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, ja
     return {path: jax.device_put(np.asarray(x), abstract[path].sharding) for path, x in initial.items()}
 
 
-def _compile(config: RunConfig, built: TrainStep) -> None:
-    """Compiles the train step for the run's batches.
+def _compile(config: RunConfig, built: TrainStep) -> float | None:
+    """Compiles the train step for the run's batches; returns its FLOPs, None where loops follow the data.
 
     The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
     object itself costs the host a fifth more at every step.)
     """
     batch = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
-    lowered = built.step.lower(built.abstract_state, batch)
+    traced = built.step.trace(built.abstract_state, batch)
+    lowered = traced.lower()
     with initialize.lead_first("step"):
         lowered.compile()
+    return None if has_unknown_loops(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
 
 
 # --- going back ---------------------------------------------------------------------------------

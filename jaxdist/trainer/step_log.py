@@ -13,6 +13,7 @@ from jaxdist.distributed import straggler
 from jaxdist.resilience.health import Monitor
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry.display import Display
+from jaxdist.telemetry.ledger import STEP, WAIT, Ledger
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.trainer.restore import Progress
 from jaxdist.trainer.run_config import RunConfig
@@ -45,6 +46,7 @@ class StepLog:
     display: Display
     throughput: Throughput
     samples: Callable[[int], tuple[int, int]]  # first and last global sample index of a step's batch
+    ledger: Ledger
 
     def __post_init__(self) -> None:
         self._monitor = Monitor(
@@ -54,6 +56,7 @@ class StepLog:
             event=self.writer.event,
             note=self.display.note,
         )
+        self._alarm = straggler.StepAlarm(self.writer.event, self.display.note)
         self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
         self._tokens: list[jax.Array] = []  # weighted targets of the steps recorded since the last row
 
@@ -61,6 +64,7 @@ class StepLog:
         """Starts the clock for the steps after `progress.step`, which take the loader's batches."""
         self._pending.clear()
         self._tokens.clear()
+        self._alarm.begin()
         self._loader, self._stragglers = loader, straggler.Pace(self.writer.event)
         progress, waited_s = self.progress, self._monitor.waited_s
         self._window = MetricsWindow(
@@ -77,6 +81,7 @@ class StepLog:
         Raises:
           Diverged: one of those went wrong.
         """
+        self._alarm.start(number, data_s=self._loader.data_wait_s, devices_s=self._monitor.waited_s)
         self._monitor.compare(number, state)
         self._pending.append((number, metrics))
         self.drain_metrics(under_way=3)  # so that the device never waits for the host to read metrics
@@ -92,6 +97,7 @@ class StepLog:
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
         self._monitor.look(number, metrics)  # waits until the step is done
+        self._alarm.record()
         self.progress.step = number
         self._tokens.append(metrics["tokens"])
         self.display.step(number)
@@ -112,6 +118,9 @@ class StepLog:
         row |= self._stragglers.row(
             number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
         )
+        self.ledger.move(STEP, WAIT, self._stragglers.held_s)
+        if self.ledger.goodput is not None:
+            row["goodput"] = self.ledger.goodput
         if balancer := self._loader.balancer:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
@@ -143,4 +152,6 @@ class StepLog:
         began = time.monotonic()
         self._count_tokens()
         yield replace(self.progress, elapsed_s=self.elapsed_s())
-        self._window.paused_s += time.monotonic() - began
+        seconds = time.monotonic() - began
+        self._window.paused_s += seconds
+        self._alarm.skip(seconds)

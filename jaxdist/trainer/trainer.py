@@ -22,6 +22,7 @@ from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.telemetry import compile_time
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
@@ -92,8 +93,10 @@ def train(
     found = loggers.find(config.train, lead=opening.is_lead())
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(Watchdog(config.watchdog, folder))  # a command's is on already
+        stack.enter_context(compile_time.booked(watch.ledger))
         watch.at("start")
         store = opening.open_workdir(config, requested, folder, spec, stack, watch)
+        served = opening.serve_metrics(config, devices, stack, watch)
         schedule = extension.settle_schedule(config, folder, store)
         dataset = opening.open_dataset(config, folder, inputs, watch)
         mesh = build_mesh(config.mesh, devices)
@@ -107,14 +110,18 @@ def train(
         except CheckpointError as error:  # the run never begins, but its events say why
             restore.write_bad_checkpoints(error, folder)
             raise
-        state, progress, skipping = start
+        state, progress, skipping, flops = start
         trainer = Trainer(
-            config, folder, spec, built, skipping, store, progress, watch, hooks, schedule.steps, found
+            config, folder, spec, built, skipping, store, progress, watch, hooks, schedule.steps, found, flops
         )
+        for view in served:
+            trainer.writer.attach(view)
         with contextlib.closing(trainer.writer), trainer.display:
             if title:
                 trainer.display.note(title)
             state = trainer.train(state)
+            if line := watch.ledger.summary():
+                trainer.display.note(line)
         return TrainResult(config, spec, built, state, trainer.stopped, trainer.reason)
 
 
@@ -133,6 +140,7 @@ class Trainer:
     hooks: Sequence[Hook]
     schedule: ScheduleSteps
     logger_classes: Mapping[str, loggers.Make]
+    step_flops: float | None
     stopped: str = field(default="", init=False)  # by which signal the run ended early
     reason: str = field(default="", init=False)  # why it ended before train.steps without a signal
 
@@ -148,8 +156,10 @@ class Trainer:
             unit=build.unit(self.config),
             enabled=lead,
         )
-        throughput = workdir.throughput(self.config, self.spec, self.built.mesh)
-        self.log = StepLog(self.config, self.progress, writer, display, throughput, self._samples)
+        throughput = workdir.throughput(self.config, self.spec, self.built.mesh, self.step_flops)
+        self.log = StepLog(
+            self.config, self.progress, writer, display, throughput, self._samples, self.watch.ledger
+        )
         self.saver = Saver(self.store, self.built.views, writer, display, self._checkpoint_metadata)
         self.store.milestones = extension.milestones(self.config, self.schedule)
         self.best_rule = best_rule(self.config)
@@ -158,6 +168,7 @@ class Trainer:
             if "step" in self.progress.best:
                 self.store.best.append(self.progress.best["step"])
         evaluation = every(train.eval_every, self._evaluate, at_end=True)
+        evaluation.bucket = ""  # its time is that of its phases
         self.hooks = [*self.hooks, evaluation]  # the saver comes after them: it saves what a hook requests
 
     def train(self, state: State) -> State:
@@ -274,7 +285,7 @@ class Trainer:
         )
         for hook in self.hooks:
             if signals or hook.is_due(number):
-                with self.log.paused() as view.progress:
+                with self.log.paused() as view.progress, self.watch.ledger.aside(hook.bucket):
                     hook(view)
         if signals or view.save_requested or self.saver.is_due(number):
             with self.log.paused() as view.progress:

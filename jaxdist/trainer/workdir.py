@@ -297,14 +297,19 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
     return less - sum(6 * x.size * active_share(run, names) for x, names in trained)
 
 
-def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh) -> Throughput:
-    """Returns the meter that turns times into tokens/s and MFU; MFU is None on unknown chips."""
+def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh, step_flops: float | None = None) -> Throughput:
+    """Returns the meter that turns times into tokens/s, MFU and HFU, which are None on unknown chips.
+
+    Args:
+      step_flops: of a step's program, all devices together; without them HFU is None.
+    """
     flops = model_flops(run, spec)
     return Throughput(
         num_devices=mesh.devices.size,
         peak_flops_per_s=_mfu_peak(run, mesh.devices.flat[0]),
         causal_flops_per_token=flops["causal"],
         full_flops_per_token=flops["full"],
+        step_flops=step_flops,
     )
 
 

@@ -111,7 +111,7 @@ def losses(workdir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_rows(workdir).train}
 
 
-TIMES = {"time", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "data_wait_s"}
+TIMES = {"time", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "data_wait_s", "goodput", "hfu"}
 
 
 def untimed(rows: MetricRows) -> list[dict]:

@@ -262,3 +262,17 @@ def test_a_loop_of_unknown_length_counts_once():
 def test_text_that_is_no_hlo_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         flops.hlo_flops("module @jit_f {}")
+
+
+def test_loops_that_nobody_can_count_are_known():
+    x = jnp.ones((4, 4))
+
+    def loop(product):
+        return lambda x, n: jax.lax.while_loop(
+            lambda c: c[1] < n, lambda c: (c[0] @ c[0] if product else c[0] + 1, c[1] + 1), (x, 0)
+        )
+
+    assert flops.has_unknown_loops(jax.make_jaxpr(loop(True))(x, 3))
+    assert flops.has_unknown_loops(jax.make_jaxpr(jax.jit(loop(True)))(x, 3))
+    assert not flops.has_unknown_loops(jax.make_jaxpr(loop(False))(x, 3))
+    assert not flops.has_unknown_loops(jax.make_jaxpr(lambda x: jax.lax.map(lambda y: x @ y, x))(x))

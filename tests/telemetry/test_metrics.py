@@ -22,7 +22,7 @@ from support.paths import ROOT
 PACKAGE = ROOT / "jaxdist"
 EVENTS = set(  # of events.jsonl: tools read them
     "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
-    + "spike drift straggler logger_failed".split()
+    + "spike drift straggler slow_steps logger_failed".split()
 )
 
 
@@ -202,11 +202,14 @@ def test_throughput_fields():
         "mfu_causal": 500 * 1e9 / 4e12,
         "mfu_full": 500 * 2e9 / 4e12,
         "mfu": 500 * 1e9 / 4e12,
+        "hfu": None,
     }
+    counted = dataclasses.replace(speed, step_flops=8e11)
+    assert counted.fields(seconds=2.0, steps=4, tokens=1000)["hfu"] == pytest.approx(4 * 8e11 / 2.0 / 4e12)
     unknown = dataclasses.replace(speed, peak_flops_per_s=None)
     fields = unknown.fields(seconds=2.0, steps=4, tokens=1000)
     assert fields["tokens_per_s"] == 500.0
-    assert fields["mfu"] is fields["mfu_causal"] is fields["mfu_full"] is None
+    assert fields["mfu"] is fields["mfu_causal"] is fields["mfu_full"] is fields["hfu"] is None
 
 
 def test_tensorboard_writer_has_the_same_interface(tmp_path):

@@ -1,0 +1,134 @@
+"""Slow steps: a lasting slowdown is named, a single slow step is not."""
+
+import pytest
+
+from jaxdist.distributed import straggler
+from jaxdist.distributed.straggler import StepAlarm, blamed
+
+
+class Loop:
+    """A training loop on a clock of its own: three steps under way, parts of a step in seconds."""
+
+    def __init__(self):
+        self.now, self.events, self.notes = 0.0, [], []
+        self.data_s = self.devices_s = 0.0
+        self.alarm = StepAlarm(self._event, self.notes.append, clock=lambda: self.now)
+        self.step, self.pending, self.free_at = 0, [], 0.0  # when the devices are done with all before
+
+    def _event(self, name, step, **fields):
+        self.events.append((name, step, fields))
+
+    def run(self, steps, *, data=0.0, host=0.005, devices=0.1, pause_every=0):
+        for _ in range(steps):
+            self.step += 1
+            self.now += data
+            self.data_s += data
+            self.now += host
+            self.free_at = max(self.now, self.free_at) + devices
+            self.pending.append(self.free_at)
+            self.alarm.start(self.step, data_s=self.data_s, devices_s=self.devices_s)
+            self.drain(3)
+            if pause_every and self.step % pause_every == 0:
+                self.drain(0)
+                self.now += 7.0
+                self.alarm.skip(7.0)
+
+    def drain(self, under_way):
+        while len(self.pending) > under_way:
+            done = self.pending.pop(0)
+            self.devices_s += max(0.0, done - self.now)
+            self.now = max(self.now, done)
+            self.alarm.record()
+
+
+SLOWDOWNS = {"data": {"data": 0.2}, "host": {"host": 0.2}, "devices": {"devices": 0.2}}
+
+
+@pytest.mark.parametrize("pause_every", [0, 1, 3, 5, 50])
+@pytest.mark.parametrize("phase", SLOWDOWNS)
+def test_steps_twice_as_long_are_named_within_30(phase, pause_every):
+    loop = Loop()
+    loop.run(100, pause_every=pause_every)
+    assert not loop.events
+    loop.run(30, pause_every=pause_every, **SLOWDOWNS[phase])
+    ((name, step, fields),) = loop.events
+    assert name == "slow_steps" and 100 < step <= 130
+    assert (fields["process"], fields["phase"]) == (0, phase)
+    assert fields["usual_step_s"] == pytest.approx(0.1, rel=0.3)
+    assert fields["step_s"] == pytest.approx(0.2, rel=0.5)
+    assert len(loop.notes) == 1 and "ms" in loop.notes[0]
+    loop.run(200, pause_every=pause_every, **SLOWDOWNS[phase])
+    assert len(loop.events) == 1, "said once"
+    loop.run(100, pause_every=pause_every)
+    loop.run(30, pause_every=pause_every, **SLOWDOWNS[phase])
+    assert len(loop.events) == 2, "said again, as it had ended"
+
+
+@pytest.mark.parametrize("pause_every", [0, 1, 3, 5])
+def test_single_slow_steps_are_no_slowdown(pause_every):
+    loop = Loop()
+    loop.run(1, devices=90.0)  # it compiles
+    for _ in range(30):
+        loop.run(19, pause_every=pause_every)
+        loop.run(1, devices=3.0, pause_every=pause_every)
+        loop.run(19, pause_every=pause_every)
+        loop.run(1, data=3.0, pause_every=pause_every)
+    assert not loop.events
+
+
+def test_jitter_and_a_run_that_becomes_faster_are_no_slowdown():
+    loop = Loop()
+    for number in range(600):
+        loop.run(1, devices=0.1 + 0.03 * (number * 7919 % 11) / 10)
+    loop.run(300, devices=0.02, host=0.001)
+    assert not loop.events
+
+
+def test_short_pauses_of_the_machine_are_no_slowdown():
+    loop = Loop()
+    loop.run(200, devices=0.002, host=0.0001)
+    loop.run(60, devices=0.005, host=0.0001)  # 0.3 s
+    loop.run(200, devices=0.002, host=0.0001)
+    assert not loop.events
+
+
+def test_what_lasts_becomes_usual():
+    loop = Loop()
+    loop.run(100)
+    loop.run(900, devices=0.2)
+    loop.run(30, devices=0.4)
+    assert [round(fields["usual_step_s"], 1) for _, _, fields in loop.events] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("grown", "excess_s", "process", "phase"),
+    [
+        ({0: (0.0, 0.01), 1: (0.1, 0.0)}, 0.1, 1, "data"),
+        ({0: (0.0, 0.12), 1: (0.0, 0.01)}, 0.1, 0, "host"),
+        ({0: (0.0, 0.01), 1: (0.0, 0.0)}, 0.1, None, "devices"),
+        ({0: (0.0, 0.01)}, 0.1, 0, "devices"),
+    ],
+)
+def test_who_is_to_blame(grown, excess_s, process, phase):
+    parts = {number: {"data": data, "host": host} for number, (data, host) in grown.items()}
+    assert blamed(parts, excess_s) == (process, phase)
+
+
+def test_the_others_say_what_they_see(monkeypatch):
+    class Board:
+        client = "a service"
+
+        def put(self, value):
+            pass
+
+        def values(self):
+            step = loop.step
+            return {0: {}, 1: {"step": step, "data": 0.1, "host": 0.0}, 2: {"step": 3, "data": 9, "host": 0}}
+
+    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
+    loop = Loop()
+    loop.run(60)
+    loop.run(30, devices=0.2)  # to process 0, waiting for another's data is waiting for its devices
+    ((_, step, fields),) = loop.events
+    assert step <= 90 and (fields["process"], fields["phase"]) == (1, "data"), "2 spoke of another time"
+    assert "process 1's data" in loop.notes[0]

@@ -1,0 +1,144 @@
+"""Buckets of the ledger that are no phases, and the line that says where a run's time went."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdist.telemetry import compile_time, ledger
+from jaxdist.telemetry.ledger import Ledger, Life
+
+START = 1_790_000_000.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = START
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def book(clock):
+    return Ledger(clock=clock, wall_clock=clock)
+
+
+def buckets(book):
+    return book.lives()[-1].buckets
+
+
+def test_what_is_no_phase_has_a_bucket_of_its_own(book, clock):
+    with book.aside(ledger.JOIN):
+        clock.now += 3
+    book.enter("step", 1)
+    clock.now += 10
+    with book.aside(ledger.HOOKS):
+        clock.now += 2
+        with ledger.of_process(book), ledger.waiting():
+            clock.now += 4
+        book.enter("evaluate", 1)
+        clock.now += 1
+    clock.now += 5
+    assert buckets(book) == {"join": 3, "start": 0, "step": 10, "hooks": 3, "wait": 4, "evaluate": 5}
+    with ledger.waiting():
+        clock.now += 1  # no run of this process: nobody is told
+    assert "wait" in buckets(book) and buckets(book)["wait"] == 4
+
+
+def test_another_thread_moves_nothing(book, clock):
+    book.enter("step", 1)
+
+    def beside():
+        with book.aside(ledger.HOOKS):
+            clock.now += 2
+            book.compiled(1.0)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert buckets(book) == {"start": 0, "step": 2}
+
+
+def test_compilations_within_compilations_count_once(book, clock):
+    book.enter("step", 1)
+    clock.now += 10
+    for seconds in (2, 3):  # two traces
+        clock.now += seconds
+        book.compiled(seconds)
+    clock.now += 5
+    book.compiled(11)  # of which the traces were a part
+    clock.now += 1
+    assert buckets(book) == {"start": 0, "step": 10, "compile": 11}
+    book.enter("data", 1)
+    clock.now += 1
+    book.compiled(50)  # began in another bucket: it takes no more than there is
+    assert buckets(book)["data"] == 0 and sum(buckets(book).values()) == clock.now - START
+
+
+def test_a_process_that_began_earlier_started_then(clock):
+    book = Ledger(age_s=7.0, clock=clock, wall_clock=clock)
+    (life,) = book.lives()
+    assert life.began == START - 7 and life.buckets == {"start": 7}
+    assert 0 < ledger.process_age_s() < 24 * 3600
+
+
+def test_what_jax_compiles_in_a_step_is_no_step():
+    book = Ledger()
+    book.enter("step", 1)
+
+    @jax.jit
+    def program(x):
+        for _ in range(30):
+            x = jnp.sin(x) @ x
+        return x
+
+    with compile_time.booked(book):
+        began = time.monotonic()
+        program(jnp.ones((8, 8))).block_until_ready()
+        took_s = time.monotonic() - began
+    found = buckets(book)
+    assert 0 < found["compile"] <= took_s and found["compile"] > 0.5 * took_s, (found, took_s)
+    program(jnp.ones((9, 9))).block_until_ready()
+    assert buckets(book)["compile"] == found["compile"], "nobody listens any more"
+
+
+def life(first, last, *, began, undone=0, **seconds):
+    return Life(began, first=first, step=last, undone=undone, buckets=seconds, ended=True)
+
+
+def test_the_line_says_where_the_time_went():
+    assert ledger.goodput_line([]) == ""
+    one = life(0, 620, began=0.0, step=62.0, compile=3.0)
+    two = life(600, 900, began=65.0, step=30.0, compile=3.0, restore=0.4, save=1.6)
+    assert ledger.goodput_line([one]) == "goodput 95 %: 5 % compile"
+    assert (
+        ledger.goodput_line([one, two])
+        == "goodput 90 %: 6 % compile, 2 % lost to a restart at step 600, 2 % save"
+    )
+    three = life(800, 900, began=100.0, step=10.0)
+    assert "lost to 2 restarts" in ledger.goodput_line([one, two, three])
+    back = life(0, 100, began=0.0, undone=50, step=15.0, wait=5.0)
+    assert (
+        ledger.goodput_line([back])
+        == "goodput 50 %: 25 % waiting for other processes, 25 % lost to rollbacks"
+    )
+
+
+def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
+    assert book.goodput is None and book.summary() == ""
+    with book.published(tmp_path):
+        book.enter("step", 0)
+        clock.now += 3
+        book.enter("save", 3)
+        clock.now += 1
+        book._write()
+        assert book.goodput == pytest.approx(0.75)
+    assert book.summary() == "goodput 75 %: 25 % save"
