@@ -26,7 +26,7 @@ from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
-from jaxdist.telemetry.flops import has_unknown_loops, jaxpr_flops
+from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.best import checked_best
@@ -195,7 +195,7 @@ def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, ja
 
 
 def _compile(config: RunConfig, built: TrainStep) -> float | None:
-    """Compiles the train step for the run's batches; returns its FLOPs, None where loops follow the data.
+    """Compiles the train step for the run's batches; returns its FLOPs, None where not all count.
 
     The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
     object itself costs the host a fifth more at every step.)
@@ -205,7 +205,7 @@ def _compile(config: RunConfig, built: TrainStep) -> float | None:
     lowered = traced.lower()
     with initialize.lead_first("step"):
         lowered.compile()
-    return None if has_unknown_loops(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
+    return None if is_uncounted(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
 
 
 # --- going back ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from support.faulty_train import KINDS, NEED_MOUNT
 from support.launches import (
     apart,
     assert_fed_once,
+    assert_time_adds_up,
     events,
     launched,
     ledger_folder,
@@ -104,7 +105,9 @@ def test_a_run_ends_as_if_nothing_had_happened(tmp_path, disk, run):
     changes["data__cache_dir"] = str(tmp_path / "cache")
     print(f"\nseed {SEED}, run {run}: {processes} processes, {policy} after NaN in batches {first} + {many}")
 
+    began = time.time()
     codes = endure(workdir, processes, variables | {"FAULTY_ORDERS": json.dumps(faults)}, **changes)
+    spent = assert_time_adds_up(workdir, began=began, ended=time.time())
     happened = {int(mark.name.split("-")[1]) for mark in ledger_folder(workdir).glob("fault-*")}
     skipped = workdir / "skipped.json"
     windows = json.loads(skipped.read_text())["windows"] if skipped.exists() else []
@@ -116,6 +119,7 @@ def test_a_run_ends_as_if_nothing_had_happened(tmp_path, disk, run):
     lost = [event["why"] for event in events(workdir, "peer_lost")]
     bad = [event["step"] for event in events(workdir, "bad_checkpoint")]
     print(f"exit codes {codes}; lost {lost}; bad checkpoints {bad}; left out {windows}")
+    print(f"{spent.wall_s:.1f} s: { {name: round(s, 1) for name, s in spent.buckets.items()} }")
     print(f"bits equal: {same_bits(a, b)}, distance {apart(a, b):.2g}")
     assert happened == set(range(FAULTS)) and len(events(quiet, "start")) == 1
     assert bool(windows) == (policy == "rollback") and events(workdir, "nonfinite")

@@ -1,9 +1,14 @@
 """Slow steps: a lasting slowdown is named, a single slow step is not."""
 
+import sys
+import time
+
 import pytest
 
 from jaxdist.distributed import straggler
 from jaxdist.distributed.straggler import StepAlarm, blamed
+from jaxdist.telemetry.metrics import read_events
+from support.runs import command, start_group
 
 
 class Loop:
@@ -132,3 +137,47 @@ def test_the_others_say_what_they_see(monkeypatch):
     ((_, step, fields),) = loop.events
     assert step <= 90 and (fields["process"], fields["phase"]) == (1, "data"), "2 spoke of another time"
     assert "process 1's data" in loop.notes[0]
+
+
+def test_an_alarm_costs_microseconds():
+    """The least of many blocks, by processor time: another program does not show. See benchmarks/hooks.py."""
+    alarm, costs = StepAlarm(lambda *_, **__: None, lambda _: None), []
+    for block in range(50):
+        began = time.process_time()
+        for number in range(100 * block, 100 * block + 100):
+            alarm.start(number, data_s=float(number), devices_s=float(number))
+            alarm.record()
+        costs.append((time.process_time() - began) / 100)
+    assert min(costs) < 20e-6, min(costs)
+
+
+SLOW_FROM, STEPS = 60, 100
+PROGRAM = """
+import os, runpy, time
+from jaxdist.data.dataset import Dataset
+honest, number = Dataset.train_batch, os.environ["JAXDIST_PROCESS_ID"]
+
+def faulty(self, step, *rest):
+    time.sleep(2.0 if (number, step) == ("0", 45) else 0.3 if number == "1" and step >= SLOW_FROM else 0.12)
+    return honest(self, step, *rest)
+
+Dataset.train_batch = faulty
+runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_data_is_slow_is_named_by_the_first(tmp_path):
+    """Two real processes; a single slow step of the other is none, rows are too far apart to tell."""
+    settings = {"train__log_every": 1000, "train__steps": STEPS, "checkpoint__every_steps": 0}
+    _, _, _, *flags = command(tmp_path, **settings)
+    code = PROGRAM.replace("SLOW_FROM", str(SLOW_FROM))
+    group = start_group([sys.executable, "-c", code, *flags], 2, 1)
+    outputs = [process.communicate(timeout=570)[0] for process in group]
+    assert [process.returncode for process in group] == [0, 0], outputs
+    events = [event for event in read_events(tmp_path) if event["event"] == "slow_steps"]
+    print(events)
+    assert [(event["process"], event["phase"]) for event in events] == [(1, "data")]
+    assert SLOW_FROM < events[0]["step"] <= SLOW_FROM + 30
+    assert events[0]["step_s"] > 1.5 * events[0]["usual_step_s"] > 0.1
+    assert "process 1's data" in outputs[0]

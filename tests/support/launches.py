@@ -1,6 +1,7 @@
 """Runs under `launch` for tests: started, watched, killed; what they were fed, and what they leave."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxdist.data.dataset import Dataset
 from jaxdist.resilience.health import SkippingDataset
+from jaxdist.telemetry import ledger as ledgers
 from jaxdist.telemetry.metrics import read_events
 from support.paths import SUPPORT
 from support.runs import command, environment, final_arrays
@@ -168,6 +170,24 @@ def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray], under: str =
 def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     assert one.keys() == other.keys() and len(one) > 20
     return all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def assert_time_adds_up(workdir: Path, *, began: float, ended: float) -> ledgers.Account:
+    """Asserts that the buckets of a run's lives are its wall time to 10 ms; returns them.
+
+    Buckets are of a steady clock, the wall time is of the clock on the wall.
+
+    Args:
+      began, ended: seconds since 1970 when the test started the first process, and when the last had ended.
+    """
+    lives = ledgers.read_lives(workdir)
+    found = ledgers.account(lives)
+    wall_s = lives[-1].written - lives[0].began
+    assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
+    assert min(found.buckets.values()) >= 0 and {"down", "lost", "start", "step"} <= found.buckets.keys()
+    assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (began, ended, lives)
+    assert all(a.written <= b.began + 0.02 for a, b in itertools.pairwise(lives))
+    return found
 
 
 def ledger_folder(workdir: Path) -> Path:

@@ -1,5 +1,7 @@
 """Buckets of the ledger that are no phases, and the line that says where a run's time went."""
 
+import re
+import subprocess
 import threading
 import time
 
@@ -9,6 +11,8 @@ import pytest
 
 from jaxdist.telemetry import compile_time, ledger
 from jaxdist.telemetry.ledger import Ledger, Life
+from support.launches import assert_time_adds_up
+from support.runs import command, environment, train, train_and_kill
 
 START = 1_790_000_000.0
 
@@ -142,3 +146,29 @@ def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
         book._write()
         assert book.goodput == pytest.approx(0.75)
     assert book.summary() == "goodput 75 %: 25 % save"
+
+
+@pytest.mark.slow
+def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
+    """Real processes, killed in steps, amid saves and in compiling."""
+    began = time.time()
+    options = {"train__eval_every": 25, "train__steps": 60}
+    for step in (9, 30):
+        train_and_kill(tmp_path, step, **options)
+        time.sleep(0.7)
+    log = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    starting = subprocess.Popen(command(tmp_path, **options), env=environment(1), **log)
+    while len(ledger.read_lives(tmp_path)) < 3:
+        assert starting.poll() is None
+        time.sleep(0.05)
+    starting.kill()
+    starting.wait()
+    done = train(tmp_path, **options)
+    found = assert_time_adds_up(tmp_path, began=began, ended=time.time())
+    lives = ledger.read_lives(tmp_path)
+    print({name: round(seconds, 3) for name, seconds in found.buckets.items()}, found.wall_s)
+    print(done.stdout.splitlines()[-1])
+    assert len(lives) == 4 and [life.ended for life in lives] == [False, False, False, True]
+    assert found.buckets["down"] > 1.4 and found.buckets["lost"] > 0 and found.buckets["compile"] > 0
+    assert {"restore", "evaluate", "save", "join", "end"} <= found.buckets.keys()
+    assert re.search(r"goodput \d+ %: \d+ % ", done.stdout)
