@@ -108,7 +108,7 @@ def _equation_flops(equation: Any, fp8_only: bool) -> float:
 
 
 def is_uncounted(jaxpr: Any) -> bool:
-    """Returns whether `jaxpr_flops` misses work: products in loops that follow the data, cuDNN's attention."""
+    """Returns whether `jaxpr_flops` misses work: products in loops that follow data, cuDNN's attention."""
     for equation in _open(jaxpr).eqns:
         inner = [value for param in equation.params.values() for value in _jaxprs(param)]
         name = equation.primitive.name
