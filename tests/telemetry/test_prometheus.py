@@ -77,7 +77,7 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match=f"telemetry.port={port}: nothing can listen at 127.0.0.1"),
-            served(TelemetryConfig(port), RunMetrics(Ledger())),
+            served(TelemetryConfig(port=port), RunMetrics(Ledger())),
         ):
             pass
     flags = ["--config", "quickstart", "--workdir", str(tmp_path), "--config.telemetry.port=70000"]
