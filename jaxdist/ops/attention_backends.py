@@ -24,6 +24,7 @@ from jaxdist.ops.attention_reference import (
     reference_pieces,
 )
 from jaxdist.parallel import execution
+from jaxdist.parallel.precision import lacks_bfloat16
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Backend:
     window: bool = True
     softcap: bool = True
     segments: bool = True
+    before_ampere: bool = True  # on NVIDIA's GPUs without bfloat16
     is_kernel: bool = True  # the partitioner cannot look into it: it is called device by device
 
     def refusal(
@@ -66,6 +68,7 @@ class Backend:
         bad_head = head_size % self.head_size_multiple or head_size > self.max_head_size
         reasons = {
             f"it is for {platforms}, not {now.platform}": now.platform not in self.platforms,
+            "the GPU is older than Ampere": not self.before_ampere and lacks_bfloat16(now.device),
             f"{dtype} is not {' or '.join(self.dtypes)}": self.dtypes and dtype not in self.dtypes,
             f"head size {head_size} is not a multiple of {head_sizes}": bad_head,
             "a softcap is set": options.softcap is not None and not self.softcap,
@@ -147,7 +150,7 @@ BACKENDS = {
         platforms=("tpu",),
         part_multiple=128,
     ),
-    # Limits: jax._src.cudnn.fused_attention.
+    # Limits: jax._src.cudnn.fused_attention; the GPU's are in cuDNN's table (docs.nvidia.com, Attention).
     "cudnn": Backend(
         _cudnn,
         platforms=("gpu",),
@@ -156,6 +159,7 @@ BACKENDS = {
         max_head_size=128,
         length_multiple=2,
         softcap=False,
+        before_ampere=False,
     ),
     "reference": Backend(reference, reference_of_part, reference_pieces, is_kernel=False),
 }

@@ -42,6 +42,11 @@ class Execution:
         return platform_of(self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend())
 
     @property
+    def device(self) -> jax.Device:
+        """Returns one of the devices, all of a kind."""
+        return self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+
+    @property
     def sparse_core_collectives(self) -> bool:
         """Returns whether the mesh's chips move collectives beside compute, on their SparseCores."""
         chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -312,6 +313,15 @@ def test_what_cudnn_cannot_compute_falls_back_with_the_reason(shape, dtype, opti
         backend = choose(q, options, segments=True)
     assert backend is BACKENDS["reference" if reason else "cudnn"]
     assert bool(reason) == any(f"{reason}, so no cudnn kernel" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("kind, name", [("Tesla T4", "reference"), ("NVIDIA L4", "cudnn")])
+@pytest.mark.filterwarnings("ignore:attention")
+def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "gpu")
+    monkeypatch.setattr(execution.Execution, "device", SimpleNamespace(platform="gpu", device_kind=kind))
+    q, options = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float16), Options(1.0, True, None, None)
+    assert choose(q, options, segments=False) is BACKENDS[name]
 
 
 @pytest.mark.parametrize("platform, name", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")])
