@@ -2,9 +2,10 @@
 
     JAX_PLATFORMS=cpu python benchmarks/float16_loss.py --out benchmarks/results/cpu-float16-loss.json
 
-Both runs begin with the same parameters and read the same batches for 300 steps, the schedule to its end. The
-records have every step's loss, the mean of the last 50, the loss on held-out data, and the scale. On CPUs
-float16 is emulated: the numbers are those of a GPU but for the order of sums, the times are not.
+Both runs begin with the same parameters and read the same batches for 300 steps, the schedule to its end.
+The record has every step's loss, the mean of the last 50, the loss on held-out data, and which scale was
+there from which step on. On CPUs float16 is emulated: the numbers are those of a GPU but for the order of
+sums, the times are not.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def train(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
         state, metrics = built.step(state, dataset.train_batch(step, run.batch.global_size))
         losses.append(float(metrics["loss"]))
         if "loss_scale" in metrics:
-            scales.append(float(metrics["loss_scale"]))
-            skips = int(metrics["loss_scale_skips"])
+            skips, scale = int(metrics["loss_scale_skips"]), float(metrics["loss_scale"])
+            scales += [(step + 1, scale)] if not scales or scale != scales[-1][1] else []
         if (step + 1) % LAST == 0:
             print(f"{run.precision.compute} step {step + 1}: {np.mean(losses[-LAST:]):.4f}", flush=True)
     with build.held_out_loader(run, build.batch_shardings(run, built), dataset) as batches:
