@@ -1,6 +1,7 @@
 """The agents of a run, one per node, as the scheduler's environment variables say. No jax, no network."""
 
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from jaxdist.config import ConfigError
 
 LOOPBACK = "127.0.0.1"
+TORCHRUN = "torchrun"
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above Linux's ephemeral ports
 
 
@@ -31,13 +33,17 @@ def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
     Raises:
       ConfigError: there are several, but the address of the first is unknown; the number is out of range.
     """
-    for find in (_from_variables, _slurm, _open_mpi, _kubernetes, _tpu):
-        cluster = find(environ) or ClusterInfo()
-        if not 0 <= cluster.index < cluster.number:
-            raise ConfigError(f"{cluster}: its number must be >= 0, and less than how many there are")
+    for find in (_from_variables, find_torchrun, *_SCHEDULERS):
+        cluster = _in_range(find(environ) or ClusterInfo())
         if cluster.number > 1:
             return cluster
     return ClusterInfo()
+
+
+def _in_range(cluster: ClusterInfo) -> ClusterInfo:
+    if not 0 <= cluster.index < cluster.number:
+        raise ConfigError(f"{cluster}: its number must be >= 0, and less than how many there are")
+    return cluster
 
 
 def _port(*names: str | None) -> int:
@@ -57,6 +63,58 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
         raise ConfigError(
             f"JAXDIST_AGENTS is set, but {error}: set JAXDIST_AGENT=NUMBER, JAXDIST_AGENTS_AT=HOST:PORT too"
         ) from None
+
+
+def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
+    """Returns the place that torchrun's variables give a process; None without them, or by a scheduler's.
+
+    They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which others set for PyTorch, too. On one machine
+    the processes meet on loopback. torchrun itself listens on MASTER_PORT, so there it is another port.
+
+    Raises:
+      ConfigError: a variable is missing or no number, or a scheduler has started another number of processes.
+    """
+    names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    numbers = {name: _number(environ, name) for name in names}
+    number, index, local, port = numbers.values()
+    if number is None or number <= 1:
+        return None
+    elastic, said = environ.get("TORCHELASTIC_RUN_ID"), f"WORLD_SIZE={number}, RANK={index}"
+    if elastic is None and (other := _scheduled(environ)):  # what has started it
+        if index is None or (other.number, other.index) == (number, index):
+            return None
+        raise ConfigError(
+            f"{said}, but this is process {other.index} of {other.number} of {other.launcher}; unset RANK "
+            f"and WORLD_SIZE, or start the processes by torchrun alone"
+        )
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing or index is None or port is None:
+        raise ConfigError(f"WORLD_SIZE={number}, but {', '.join(missing)} not set; unset it to run alone")
+    host = LOOPBACK if local == number else environ["MASTER_ADDR"]
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port = _port("torchrun", elastic, str(port), environ.get("TORCHELASTIC_RESTART_COUNT"))
+    return _in_range(ClusterInfo(TORCHRUN, number, index, host, port))
+
+
+def count_ray_workers() -> int:
+    """Returns how many workers Ray Train has started as this one; 1 outside of it. Imports nothing."""
+    try:
+        return int(sys.modules["ray.train"].get_context().get_world_size())
+    except Exception:  # no Ray, no worker of its Train: each version has another error for that
+        return 1
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    try:
+        return int(environ[name]) if environ.get(name) else None
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]}: must be a whole number, as torchrun sets it") from None
+
+
+def _scheduled(environ: Mapping[str, str]) -> ClusterInfo | None:
+    """Returns this process's place among those that a scheduler started, if there are several."""
+    found = (find(environ) for find in _SCHEDULERS)
+    return next((cluster for cluster in found if cluster and cluster.number > 1), None)
 
 
 def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
@@ -107,3 +165,6 @@ def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "TPU_WORKER_ID" not in environ or not hosts:
         return None
     return ClusterInfo("a multi-host TPU", len(hosts), int(environ["TPU_WORKER_ID"]), hosts[0], _port(*hosts))
+
+
+_SCHEDULERS = (_slurm, _open_mpi, _kubernetes, _tpu)

@@ -16,8 +16,9 @@ from jax._src import cache_key  # neither has a public name; see where they are 
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
-from jaxdist.distributed.cluster import LOOPBACK
+from jaxdist.distributed.cluster import LOOPBACK, TORCHRUN, find_torchrun
 from jaxdist.distributed.coordination import _FOREVER_S, kv_client
+from jaxdist.distributed.local_devices import visible_gpus
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
@@ -73,25 +74,28 @@ def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
 def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
     """Joins the process group if a launcher is detected; returns a line that says which, or None.
 
-    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID)
+    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID), torchrun
     and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
+
+    Raises:
+      ConfigError: a launcher was detected, but not its group; or two that differ.
     """
     launcher = detect_launcher(environ)
     if launcher is None:
         return None
     # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other handler.
     jax.config.update("jax_enable_preemption_service", False)
-    if launcher == LAUNCH:
-        address = environ["JAXDIST_COORDINATOR"]
-        number, rank = int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
+    if group := _group(environ):
+        address, number, rank = group
         bind_address = address if _is_one_machine(environ) else None
         if bind_address:
             _listen_on_loopback()
             _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
         options = {"cluster_detection_method": "deactivate", "coordinator_bind_address": bind_address}
-        jax.distributed.initialize(address, number, rank, **(TIMEOUTS | options))
-        return f"process {rank} of {number}, joined through {LAUNCH}"
+        share: dict[str, Any] = {"local_device_ids": _share_of_gpus(environ)} if launcher == TORCHRUN else {}
+        jax.distributed.initialize(address, number, rank, **(TIMEOUTS | options | share))
+        return f"process {rank} of {number}, joined through {launcher}"
     try:
         jax.distributed.initialize(**TIMEOUTS)
     except ValueError as error:
@@ -100,6 +104,29 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
             f"through it, or unset its variables to run alone"
         ) from error
     return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
+
+
+def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Returns (address of process 0, number of processes, this one's) that `launch` or torchrun has set."""
+    if address := environ.get("JAXDIST_COORDINATOR"):
+        return address, int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
+    if cluster := find_torchrun(environ):
+        return f"{cluster.host}:{cluster.port}", cluster.number, cluster.index
+    return None
+
+
+def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
+    """Returns which of the visible GPUs are a process's of torchrun; None: all that it sees.
+
+    Raises:
+      ConfigError: several processes of a machine would share TPUs.
+    """
+    local, platform = int(environ.get("LOCAL_WORLD_SIZE", "1")), flags.detect_platform(environ)
+    if platform == "tpu" and local > 1:
+        raise ConfigError(f"torchrun --nproc-per-node={local}: one process has all TPUs of a host; give 1")
+    share = len(visible_gpus(environ)) // local if platform == "gpu" and local > 1 else 0
+    first = share * int(environ.get("LOCAL_RANK", "0"))
+    return list(range(first, first + share)) or None  # none: each sees its own already
 
 
 def _listen_on_loopback() -> None:
@@ -159,13 +186,20 @@ def lead_first(what: str) -> Iterator[None]:
 
 
 def _is_one_machine(environ: Mapping[str, str]) -> bool:
-    return environ.get("JAXDIST_COORDINATOR", "").startswith(LOOPBACK)
+    group = _group(environ)
+    return group is not None and group[0].startswith(LOOPBACK)
 
 
 def detect_launcher(environ: Mapping[str, str]) -> str | None:
-    """Returns what started this process as one of several, or None."""
+    """Returns what started this process as one of several, or None.
+
+    Raises:
+      ConfigError: torchrun's variables are not whole, or say something else than a scheduler's.
+    """
     if "JAXDIST_COORDINATOR" in environ:  # whatever else the environment says
         return LAUNCH
+    if find_torchrun(environ):
+        return TORCHRUN
     launchers = {
         # srun sets the step's variables; a batch script on its own is one process of no group.
         "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ,

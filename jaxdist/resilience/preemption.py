@@ -30,6 +30,7 @@ from jaxdist.config import (
     exit_code_of,
 )
 from jaxdist.distributed import coordination, initialize
+from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
 from jaxdist.resilience import stop_signals
 
 _LOOK_S, _TRY_S = 0.25, 0.02  # between looks for a request; between looks for the others' answers
@@ -234,14 +235,24 @@ def join() -> str | None:
 
 
 def refuse_unjoined() -> None:
-    """Raises a ConfigError where each process of `launch` would make the whole run for itself."""
+    """Raises a ConfigError where each process of `launch`, torchrun or Ray would make the run alone."""
     if "JAXDIST_NUM_PROCESSES" in os.environ and not PROCESS.is_ours:
         _keep_exit_codes()  # the agent reads them
-    if not jax.distributed.is_initialized() and initialize.detect_launcher(os.environ) == initialize.LAUNCH:
-        number = os.environ.get("JAXDIST_NUM_PROCESSES")
+    if jax.distributed.is_initialized():
+        return
+    launcher, size = initialize.detect_launcher(os.environ), "WORLD_SIZE"
+    if launcher in (initialize.LAUNCH, TORCHRUN):
+        ours = launcher == initialize.LAUNCH
+        number, alone = ("JAXDIST_NUM_PROCESSES", "JAXDIST_COORDINATOR") if ours else (size, size)
         raise ConfigError(
-            f"one of {number} processes of {initialize.LAUNCH}, but not joined "
-            "to the others; call jaxdist.join() first of all, or unset JAXDIST_COORDINATOR to run alone"
+            f"one of {os.environ.get(number)} processes of {launcher}, but not joined "
+            f"to the others; call jaxdist.join() first of all, or unset {alone} to run alone"
+        )
+    if (workers := count_ray_workers()) > 1:
+        raise ConfigError(
+            f"one of {workers} workers of Ray Train, which has not joined them: each would make the run "
+            f"alone; start `jaxdist launch` in each worker as examples/ray_train.py does, or give "
+            f"ScalingConfig(use_tpu=True) or use_gpu=True, or one worker"
         )
 
 

@@ -165,6 +165,33 @@ def test_launchers_are_told_apart(environ, launcher, monkeypatch):
     assert joined == ([] if launcher is None else [()])
 
 
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, [2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "6,7", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, [0]),
+        ({"CUDA_VISIBLE_DEVICES": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, None),  # one each already
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),  # one process a machine has all
+    ],
+)
+def test_processes_of_torchrun_share_out_the_gpus(environ, gpus, monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **how: joined.append((given, how)))
+    line = initialize.join_processes(TORCHRUN | {"JAX_PLATFORMS": "cuda"} | environ)
+    ((given, how),) = joined
+    assert line == "process 3 of 4, joined through torchrun" and given == ("head:29500", 4, 3)
+    assert how["local_device_ids"] == gpus and how["coordinator_bind_address"] is None
+
+
+def test_processes_of_torchrun_cannot_share_tpus():
+    environ = TORCHRUN | {"JAX_PLATFORMS": "tpu", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    with pytest.raises(ConfigError, match="--nproc-per-node=2: one process has all TPUs of a host; give 1"):
+        initialize.join_processes(environ)
+
+
 def test_our_own_launcher_comes_first(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))

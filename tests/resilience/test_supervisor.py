@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -275,6 +276,11 @@ KUBERNETES = {
 }  # fmt: skip
 GIVEN = {"JAXDIST_AGENTS": "2", "JAXDIST_AGENT": "1", "JAXDIST_AGENTS_AT": "head:7000"}
 TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
+TORCHRUN = {
+    "WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+}  # fmt: skip
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,12 @@ TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
         (KUBERNETES, ("Kubernetes", 4, 3, "run-workers-0-0.run")),
         (TPU, ("a multi-host TPU", 2, 1, "t0")),
         (GIVEN | SLURM, ("its environment", 2, 1, "head")),
+        (TORCHRUN, ("torchrun", 4, 3, "head")),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, ("torchrun", 4, 3, "127.0.0.1")),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, (None, 1, 0, "127.0.0.1")),
+        (GIVEN | TORCHRUN, ("its environment", 2, 1, "head")),
+        (SLURM | TORCHRUN | AGENT_STORE, ("torchrun", 4, 3, "head")),  # srun torchrun: the inner one
+        (SLURM | {"WORLD_SIZE": "8", "MASTER_ADDR": "head"}, ("Slurm", 4, 2, "gpu017")),  # a script's exports
         ({}, (None, 1, 0, "127.0.0.1")),
     ],
 )
@@ -307,6 +319,34 @@ def test_a_scheduler_is_detected(environ, place):
 def test_an_agent_is_one_of_those_there_are(changed):
     with pytest.raises(ConfigError, match="started by its environment: its number must be >= 0"):
         find_cluster(GIVEN | changed)
+
+
+def test_variables_of_torchrun_that_say_what_the_scheduler_says_change_nothing():
+    assert find_cluster(SLURM | TORCHRUN | {"RANK": "2"}) == find_cluster(SLURM)
+
+
+def test_torchruns_own_port_is_left_to_it():
+    assert find_cluster(TORCHRUN).port == 29500
+    environ = TORCHRUN | AGENT_STORE
+    port = find_cluster(environ).port
+    assert port >= 61440 and port == find_cluster(environ | {"RANK": "0"}).port
+    assert find_cluster(environ | {"TORCHELASTIC_RESTART_COUNT": "1"}).port != port
+
+
+@pytest.mark.parametrize(
+    ("environ", "fault"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "agent 4 of 4, started by torchrun: its number must be >= 0"),
+        (TORCHRUN | {"RANK": "one"}, "RANK=one: must be a whole number"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "WORLD_SIZE=4, but MASTER_ADDR not set; unset it to run alone"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT not set"),
+        (SLURM | TORCHRUN, "WORLD_SIZE=4, RANK=3, but this is process 2 of 4 of Slurm; unset RANK and WORLD"),
+        (TPU | TORCHRUN, "but this is process 1 of 2 of a multi-host TPU"),
+    ],
+)
+def test_torchruns_variables_that_cannot_be_are_refused(environ, fault):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        find_cluster(environ)
 
 
 def test_first_host_of_a_slurm_list():
