@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -13,6 +14,10 @@ class CheckpointConfig:
 
     every_steps: NonNegativeInt = 500  # steps between saves; 0 = no saves by step count
     every_minutes: NonNegativeFloat = 0.0  # minutes between saves; 0 = no saves by time
+    # auto: as often as loses least, by what saves take and the failures so far; every_* do not count
+    interval: Literal["fixed", "auto"] = "fixed"
+    # of interval=auto; 0 = as this run's starts say, and 50,000 until one has failed
+    chip_hours_per_failure: NonNegativeFloat = 0.0
     keep_last: PositiveInt = 2  # newest checkpoints kept, so that a run can always resume
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are kept for ever; 0 = none
     # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g. eval_loss; "" = none
@@ -26,11 +31,13 @@ class CheckpointConfig:
     @property
     def saves(self) -> bool:
         """Returns whether any rule asks for saves; a run that is stopped early saves all the same."""
-        return bool(self.every_steps or self.every_minutes or self.keep_best or self.save_at_end)
+        auto = self.interval == "auto"
+        return bool(auto or self.every_steps or self.every_minutes or self.keep_best or self.save_at_end)
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Returns whether a rule asks for a save after this step; the clock's is not looked at."""
-        return (self.every_steps > 0 and step % self.every_steps == 0) or (last and self.save_at_end)
+        by_steps = self.interval == "fixed" and self.every_steps > 0 and step % self.every_steps == 0
+        return by_steps or (last and self.save_at_end)
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the folder, or with the figure that chooses the best."""

@@ -23,6 +23,7 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
+from jaxdist.checkpoint.interval import SaveInterval
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination, initialize
 from jaxdist.storage import lock
@@ -98,7 +99,7 @@ class CheckpointManager:
         self.folder, self.config, self.mode = folders.as_path(folder), config, mode
         self.bad_steps: dict[int, str] = {}  # {step: reason} of what `restore` could not use
         self.milestones: frozenset[int] = frozenset()  # steps that are always due, and never expire
-        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
+        self._results, self.interval = queue.SimpleQueue[SaveResult](), SaveInterval(config)
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
         self.best: list[int] = []  # steps to keep: the last of them that was saved
@@ -172,12 +173,12 @@ class CheckpointManager:
           last: whether training ends here (then `save_at_end` counts too).
           stopped: whether it ends before its time and goes on later: always due.
         """
-        self._now, minutes = now, self.config.every_minutes
+        self._now, seconds = now, self.interval.seconds
         if self._last_save is None:
             self._last_save = now
         due = stopped or step in self.milestones or self.config.is_due(step, last=last)
-        if not due and minutes > 0 and (jax.process_count() == 1 or step % CLOCK_STEPS == 0):
-            due = coordination.broadcast(now - self._last_save >= 60 * minutes)
+        if not due and seconds > 0 and (jax.process_count() == 1 or step % CLOCK_STEPS == 0):
+            due = coordination.broadcast(now - self._last_save >= seconds)
         due = due and step != self._last_step
         # At the end only some may know that a save has failed.
         return coordination.broadcast(due) if last or stopped else due
@@ -334,7 +335,7 @@ class CheckpointManager:
           CheckpointError: there is no (usable) checkpoint; `steps` says why for each one tried.
         """
         if not callable(abstract_state):
-            _require_shardings(state_dict.to_canonical(abstract_state))
+            state_dict.require_shardings(state_dict.to_canonical(abstract_state))
         if self.mode == "write":
             self.check_owner()
         self.wait()
@@ -434,12 +435,6 @@ def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
         reason = _short(error)
     if reason := coordination.first_error(reason):
         raise CheckpointError(reason)
-
-
-def _require_shardings(abstract: Mapping[str, Any]) -> None:
-    bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
-    if bare:
-        raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
 
 
 def _short(error: Exception) -> str:

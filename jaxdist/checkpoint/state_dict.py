@@ -156,3 +156,10 @@ def _is_silent(key: object) -> bool:
 def _free(part: str, taken: set[str]) -> str:
     numbered = (f"{part}~{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([part], numbered) if name not in taken)
+
+
+def require_shardings(abstract: Mapping[str, Any]) -> None:
+    """Raises TypeError for leaves of an abstract state that say no sharding to be restored into."""
+    bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
+    if bare:
+        raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")

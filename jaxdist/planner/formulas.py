@@ -51,18 +51,6 @@ def microbatches_for_bubble(stages: int, bubble: float) -> int:
     return max(1, math.ceil((stages - 1) * (1 / bubble - 1) - 1e-9))
 
 
-def checkpoint_interval(save_s: float, mtbf_s: float) -> float:
-    """Returns the seconds between saves that lose least, where a save stops training for `save_s`.
-
-    Young 1974: sqrt(2 save mtbf), with the higher terms of Daly 2006 (A higher order estimate of the optimum
-    checkpoint interval for restart dumps); failures come at random, `mtbf_s` apart on average.
-    """
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = save_s / (2 * mtbf_s)
-    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
-
-
 def lost_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
     """Returns the share of the wall time that saves and failures take, to first order; at most 1.
 

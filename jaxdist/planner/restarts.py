@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxdist.checkpoint.interval import CHIP_HOURS_PER_FAILURE, checkpoint_interval
 from jaxdist.parallel.axes import PARAMETER_SHARDS, STATE_AXES
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
 from jaxdist.trainer.run_config import RunConfig
 
-# 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models", 2024, section 3.3.4.
-CHIP_HOURS_PER_FAILURE = 50_000.0
 HOST_STORAGE_BYTES_PER_S = 1e9  # assumed: what one host writes to and reads from storage
 _CHIPS_OF_HOST = {"gb200": 4}  # 18 trays of a rack: NVIDIA GB200 NVL72 datasheet; of others `Target.hosts`
 
@@ -78,8 +77,8 @@ def estimate(
         return formulas.lost_share(interval_s, blocking_s + waits_s, again_s, mtbf_s)
 
     # One save after the other, and none more often than its copy can be written.
-    interval_s = max(formulas.checkpoint_interval(blocking_s, mtbf_s), write_s)
-    configured = _configured(run, step_s)
+    interval_s = max(checkpoint_interval(blocking_s, mtbf_s), write_s)
+    configured = interval_s if save.interval == "auto" else _configured(run, step_s)
     return Restarts(
         checkpoint_bytes=num_bytes,
         device_bytes=device_bytes,

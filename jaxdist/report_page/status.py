@@ -125,15 +125,22 @@ class RunStatus:
 
     def _next_save(self, step: int, steps: int, step_s: float | None) -> dict[str, Any] | None:
         """Returns the step of the next save, or the time to it, as far as `checkpoint.*` says."""
-        every = _whole(self.config.get("checkpoint.every_steps"))
+        auto = self.config.get("checkpoint.interval") == "auto"
+        every = 0 if auto else _whole(self.config.get("checkpoint.every_steps"))
         at_end = steps if self.config.get("checkpoint.save_at_end") and steps > step else 0
         if every and (not at_end or (step // every + 1) * every < at_end):
             at_end = (step // every + 1) * every
         in_s = [step_s * (at_end - step)] if at_end and step_s is not None else []
-        if minutes := number(self.config.get("checkpoint.every_minutes")):
+        minutes = number(self.config.get("checkpoint.every_minutes")) or 0.0
+        if interval_s := self._chosen_interval_s() if auto else 60 * minutes:
             saves = [event["time"] for event in self.events if event["event"] in ("save", "start")]
-            in_s.append(max(0.0, saves[-1] + 60 * minutes - self.now) if saves else 60 * minutes)
+            in_s.append(max(0.0, saves[-1] + interval_s - self.now) if saves else interval_s)
         return {"step": at_end or None, "in_s": min(in_s, default=None)} if at_end or in_s else None
+
+    def _chosen_interval_s(self) -> float:
+        """Returns the seconds between saves that checkpoint.interval=auto has chosen last; 0: none yet."""
+        told = [event.get("interval_s") for event in self.events if event["event"] == "save_interval"]
+        return number(told[-1]) or 0.0 if told else 0.0
 
     def _account(self, running: bool) -> ledger.Account:
         if self.lives:

@@ -61,7 +61,7 @@ def settle_schedule(config: RunConfig, folder: Path, store: CheckpointManager) -
 def milestones(config: RunConfig, steps: ScheduleSteps) -> frozenset[int]:
     """Returns the steps to save and keep: where wsd's decay begins, which a longer run goes on from."""
     saves, optimizer = config.checkpoint, config.optimizer
-    if not (saves.every_steps or saves.every_minutes or saves.save_at_end):
+    if not (saves.interval == "auto" or saves.every_steps or saves.every_minutes or saves.save_at_end):
         return frozenset()
     if optimizer.schedule != "wsd" or not schedules.depends_on_train_steps(optimizer):
         return frozenset()

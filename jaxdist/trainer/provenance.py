@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import jaxdist
@@ -39,7 +38,7 @@ def describe(model: type, devices: np.ndarray, environ: Mapping[str, str] = os.e
         return {}
     hashes = [x for name, x in sorted(consistency.code(model).items()) if name.startswith("source")]
     return {
-        "num_chips": _count_chips(devices.flat[0], devices.size, machines=len(set(hosts.values()))),
+        "num_chips": count_chips(devices, machines=len(set(hosts.values()))),
         "versions": versions(),
         reproduce.SOURCE: {"hash": digest(*hashes)[:16], **commit(_PACKAGE)},
         reproduce.COMMAND: {"argv": _argv(), "folder": os.getcwd(), "trains": _is_train_command()},
@@ -48,9 +47,10 @@ def describe(model: type, devices: np.ndarray, environ: Mapping[str, str] = os.e
     }
 
 
-def _count_chips(device: jax.Device, devices: int, *, machines: int) -> int:
+def count_chips(devices: np.ndarray, *, machines: int) -> int:
     """Returns what has a price: chips; where devices are CPUs, which may be emulated, machines."""
-    return machines if device.platform == "cpu" else chips.count_chips(device.device_kind, devices)
+    device = devices.flat[0]
+    return machines if device.platform == "cpu" else chips.count_chips(device.device_kind, devices.size)
 
 
 def versions() -> dict[str, str]:

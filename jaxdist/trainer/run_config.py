@@ -27,6 +27,7 @@ from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
 from jaxdist.resilience.health import HealthConfig
+from jaxdist.resilience.preemption_notice import ResilienceConfig
 from jaxdist.resilience.watchdog import WatchdogConfig
 from jaxdist.telemetry.config import TelemetryConfig
 from jaxdist.telemetry.profile import ProfileConfig
@@ -100,6 +101,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -134,6 +136,7 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "profile.*",
     "telemetry.*",
     "watchdog.*",
+    "resilience.*",
     "health.*",
     "batch.accumulation",
     "train.steps",  # raising it extends the schedule, see `optim.schedules.extend`

@@ -1,16 +1,18 @@
 """The hook that saves: when a checkpoint is due, and what became of the saves."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.step.train_step import CheckpointViews
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.telemetry.units import duration_text, time_text
 from jaxdist.trainer.hooks import StepView
 from jaxdist.trainer.restore import Progress
 
@@ -26,8 +28,10 @@ class Saver:
     writer: MetricsWriter
     display: Display
     metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
+    failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")  # seconds between, and by what
     failure: str = field(default="", init=False)  # of the last save; "" if it has succeeded
     _prepared: Future[None] | None = field(default=None, init=False)
+    _blocked_s: dict[int, float] = field(default_factory=dict, init=False)  # by step, of saves under way
 
     def is_due(self, step: int) -> bool:
         """Returns whether `checkpoint.*` wants a save after this step."""
@@ -40,7 +44,10 @@ class Saver:
             metadata = self.metadata(view.progress)
             if self._prepared:
                 self._prepared.result()
+            began = time.monotonic()
             self.store.save(view.step, self.views.flat(view.state), metadata, wait=view.last)
+            if not view.last:  # which waits for the save before
+                self._blocked_s[view.step] = time.monotonic() - began
         self.report(last=view.last)
 
     def after_step(self, count: int) -> None:
@@ -71,6 +78,20 @@ class Saver:
                 note = "failed" if last else "failed, training goes on"
                 self.display.note(f"checkpoint {save.step} {note}: {error}")
             self.failure = "" if save.ok else error or "it failed"
+            self._choose_interval(save)
+
+    def _choose_interval(self, save: SaveResult) -> None:
+        """Lets a save that has succeeded say how often to save, where the config leaves that to the run."""
+        blocked_s = self._blocked_s.pop(save.step, None)
+        if not save.ok or blocked_s is None or self.store.config.interval == "fixed":
+            return
+        if fields := self.store.interval.measured(blocked_s, save.seconds, self.failures()):
+            self.writer.event("save_interval", save.step, **fields)
+            self.display.note(
+                f"saving every {duration_text(fields['interval_s'])}: a save stops training for "
+                f"{time_text(fields['blocked_s'])} and is written in {time_text(fields['written_s'])}, "
+                f"failures come every {duration_text(fields['mtbf_s'])} ({fields['mtbf_by']})"
+            )
 
     def report_bad_checkpoints(self) -> None:
         """Writes an event for each checkpoint that a restore could not use."""

@@ -1,6 +1,7 @@
 """A training run from its first check to its last file: restore or start, step, log, evaluate, save."""
 
 import contextlib
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
 from jaxdist.config import trees
 from jaxdist.data import SourceError
@@ -16,17 +18,17 @@ from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.resilience import elastic, preemption
+from jaxdist.resilience import elastic, preemption, preemption_notice
 from jaxdist.resilience.health import Diverged, SkippingDataset
 from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry import compile_time
-from jaxdist.telemetry.display import Display
+from jaxdist.telemetry import compile_time, ledger
+from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, extension, loggers, opening, restore, validation, workdir
+from jaxdist.trainer import build, extension, loggers, opening, provenance, restore, validation, workdir
 from jaxdist.trainer.best import best_rule
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.held_out import score_held_out
@@ -160,7 +162,8 @@ class Trainer:
         self.log = StepLog(
             self.config, self.progress, writer, display, throughput, self._samples, self.watch.ledger
         )
-        self.saver = Saver(self.store, self.built.views, writer, display, self._checkpoint_metadata)
+        metadata, failures = self._checkpoint_metadata, self._failures
+        self.saver = Saver(self.store, self.built.views, writer, display, metadata, failures)
         self.store.milestones = extension.milestones(self.config, self.schedule)
         self.best_rule = best_rule(self.config)
         if self.best_rule:
@@ -196,7 +199,7 @@ class Trainer:
             return state
         self._log_start()
         try:
-            with StopSignals() as signals:
+            with StopSignals() as signals, self._hearing_notices(signals):
                 state, reason = self._train_through_faults(state, signals)
         except (SourceError, TrainingStopped, NotOwner, jax.errors.JaxRuntimeError) as error:
             cause = "data" if isinstance(error, SourceError) else getattr(error, "reason", "runtime")
@@ -355,6 +358,23 @@ class Trainer:
         state = self.dataset.reader_state(progress.step)
         reader = {} if state is None else {restore.READER: state}
         return {"progress": asdict(progress), "fingerprints": fingerprints, **stored, **skipped, **reader}
+
+    def _failures(self) -> tuple[float, str]:
+        """Returns the seconds between failures of this run, for the interval of its saves."""
+        lives, devices = ledger.read_lives(self.folder), self.built.mesh.devices
+        chips = provenance.count_chips(devices, machines=jax.process_count())
+        given = self.config.checkpoint.chip_hours_per_failure
+        return mean_time_between_failures(lives, chips=chips, chip_hours_per_failure=given)
+
+    def _hearing_notices(self, signals: StopSignals) -> contextlib.AbstractContextManager[None]:
+        """Saves and stops the run while entered, once the cloud says that it takes this machine back."""
+
+        def stop(notice: str) -> None:
+            print_safe(notice)  # of any process: each hears of its own machine
+            self.writer.event("preemption_notice", self.progress.step, notice=notice)
+            signals.hear(signal.SIGTERM)
+
+        return preemption_notice.heard(self.config.resilience, stop, say=print_safe)
 
     def _samples(self, number: int) -> tuple[int, int]:
         """Returns the first and the last global sample index that a step takes."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxdist.checkpoint.interval import checkpoint_interval
 from jaxdist.hardware import chips
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.planner import formulas, rules_of_thumb, targets
@@ -140,11 +141,11 @@ def test_on_a_torus_tokens_decide():
 
 def test_the_best_interval_loses_least():
     save, restart, mtbf = 30.0, 300.0, 3 * 3600.0
-    best = formulas.checkpoint_interval(save, mtbf)
+    best = checkpoint_interval(save, mtbf)
     young = (2 * save * mtbf) ** 0.5
     assert best == pytest.approx(young - save, rel=0.02)  # what Daly adds is small for short saves
     shares = [formulas.lost_share(best * factor, save, restart, mtbf) for factor in (0.5, 0.9, 1, 1.1, 2)]
     assert min(shares) == shares[2] and shares[0] > shares[1] and shares[4] > shares[3]
     # By hand: 30 s in each 804.98 s + 30 s, and (402.5 + 300) / 10,800.
     assert formulas.lost_share(804.98, 30, 300, 10_800) == pytest.approx(0.03593 + 0.06505, abs=1e-4)
-    assert formulas.checkpoint_interval(3 * mtbf, mtbf) == mtbf and formulas.lost_share(1, 9, 9, 1) == 1
+    assert checkpoint_interval(3 * mtbf, mtbf) == mtbf and formulas.lost_share(1, 9, 9, 1) == 1

@@ -1,0 +1,89 @@
+"""checkpoint.interval=auto: what it chooses from saves and failures, when it says so, and a run with it."""
+
+import math
+
+import pytest
+
+from jaxdist import train
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.interval import FIRST_S, SaveInterval, checkpoint_interval, mean_time_between_failures
+from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.planner.formulas import lost_share
+from jaxdist.telemetry.ledger import Life
+from jaxdist.telemetry.metrics import read_events
+from support.runs import TINY
+
+AUTO = CheckpointConfig(interval="auto")
+HOUR = (3600.0, "test")
+
+
+def test_what_it_chooses_loses_least_and_follows_the_measure():
+    interval = SaveInterval(AUTO)
+    assert interval.seconds == FIRST_S
+    told = interval.measured(0.5, 3.0, HOUR)
+    assert interval.seconds == told["interval_s"] == checkpoint_interval(0.5, 3600)
+    assert interval.seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600), rel=0.01)  # Young's, to first order
+    assert told["mtbf_s"] == 3600 and told["mtbf_by"] == "test" and told["blocked_s"] == 0.5
+    # No other interval loses less; a fifth longer or shorter loses more.
+    lost = [lost_share(factor * interval.seconds, 0.5, 0.0, 3600) for factor in (0.8, 1.0, 1.2)]
+    assert lost[1] == min(lost)
+    # A slower disk: saves stop training longer, so they come less often. The median takes three of five.
+    for _ in range(4):
+        interval.measured(8.0, 30.0, HOUR)
+    assert interval.seconds == checkpoint_interval(8.0, 3600) > 200
+
+
+def test_an_interval_is_told_where_it_changes_by_a_fifth():
+    interval = SaveInterval(AUTO)
+    assert interval.measured(1.0, 1.0, HOUR)
+    assert not interval.measured(1.05, 1.0, HOUR)
+    assert interval.measured(1.0, 1.0, (100.0, "failures"))["interval_s"] < 20
+
+
+def test_no_save_begins_before_the_one_before_is_written():
+    interval = SaveInterval(AUTO)
+    assert interval.measured(0.1, 500.0, (60.0, "x"))["interval_s"] == 500.0
+
+
+def test_fixed_intervals_stay():
+    interval = SaveInterval(CheckpointConfig(every_minutes=2.0))
+    assert interval.measured(8.0, 30.0, HOUR) == {} and interval.seconds == 120
+    assert SaveInterval(CheckpointConfig()).seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("lives", "given", "seconds", "by"),
+    [
+        ([True], 100.0, 3600 * 100 / 8, "checkpoint.chip_hours_per_failure"),
+        ([True], 0.0, 3600 * 50_000 / 8, "a failure in 50,000 chip hours"),
+        ([False, True, False, False], 0.0, 4 * 1000 / 2, "2 failures of this run"),  # the last one goes on
+    ],
+)
+def test_failures_are_as_configured_or_as_the_run_has_had_them(lives, given, seconds, by):
+    known = [Life(0.0, ended=ended, buckets={"step": 900.0, "start": 100.0}) for ended in lives]
+    assert mean_time_between_failures(known, chips=8, chip_hours_per_failure=given) == (seconds, by)
+
+
+def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):
+    with CheckpointManager(tmp_path, AUTO) as store:
+        assert not store.should_save(500, 0.0)  # every_steps is 500 by default
+        assert not store.should_save(501, FIRST_S - 1) and store.should_save(502, FIRST_S)
+        store.interval.measured(0.5, 1.0, (100.0, "x"))
+        assert store.interval.seconds == checkpoint_interval(0.5, 100.0) < 12
+        assert store.should_save(503, 12.0)
+
+
+def test_a_run_measures_its_saves_and_says_what_it_chose(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jaxdist.checkpoint.interval.FIRST_S", 0.01)
+    changes = {"checkpoint.interval": "auto", "checkpoint.chip_hours_per_failure": 0.5, "train.steps": 40}
+    flags = [f"--config.{key}={str(value).lower()}" for key, value in (TINY | changes).items()]
+    assert train.main(["--config", "quickstart", "--workdir", str(tmp_path), *flags]) == 0
+    events = read_events(tmp_path)
+    chosen = [event for event in events if event["event"] == "save_interval"]
+    saves = [event["step"] for event in events if event["event"] == "save"]
+    assert chosen and chosen[0]["step"] == saves[0] and saves[0] not in range(0, 40, 7)
+    for one in chosen:
+        assert one["mtbf_s"] == 1800.0 and 0 < one["blocked_s"] <= one["written_s"] + 0.5
+        best = max(checkpoint_interval(one["blocked_s"], 1800.0), one["written_s"], 1.0)
+        assert math.isclose(one["interval_s"], best)
+    assert "saving every " in capsys.readouterr().out

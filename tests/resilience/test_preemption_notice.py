@@ -1,0 +1,207 @@
+"""Notices of clouds, by servers that answer as theirs do; and a run that is saved in time."""
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.distributed.local_devices import free_port
+from jaxdist.resilience import preemption_notice
+from jaxdist.resilience.preemption_notice import ADDRESS, ResilienceConfig, detect_cloud, heard
+from jaxdist.telemetry.metrics import read_events
+from support.runs import command, environment, last_step, run_of
+
+TOKEN = "/latest/api/token"
+ACTION = "/latest/meta-data/spot/instance-action"
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
+EVENTS = "/metadata/scheduledevents"
+NAME = "/metadata/instance/compute/name"
+ON_EC2 = {"action": "terminate", "time": "2026-11-23T10:00:00Z"}
+
+
+class MetadataServer:
+    """One of all three clouds: `answers` has what it says now by path; None is 404."""
+
+    def __init__(self):
+        self.answers: dict[str, object] = {
+            PREEMPTED: "FALSE",
+            MAINTENANCE: "NONE",
+            NAME: "vm-7",
+            EVENTS: {"DocumentIncarnation": 1, "Events": []},
+        }
+        self.asked: list[str] = []
+        self.token = "token-1"
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                path = self.path.partition("?")[0]
+                outer.asked.append(path)
+                code = outer.refusal(path, self.headers)
+                answer = outer.answers.get(path)
+                code = code or (404 if answer is None else 200)
+                text = answer if isinstance(answer, str) else json.dumps(answer)
+                self.reply(code, text if code == 200 else "")
+
+            def do_PUT(self):
+                outer.asked.append(self.path)
+                lasts = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+                self.reply(200 if self.path == TOKEN and lasts else 403, outer.token)
+
+            def reply(self, code, text):
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def refusal(self, path, headers) -> int:
+        """Returns the code for a question without what its cloud wants to see, else 0."""
+        if path.startswith("/latest/"):
+            return 0 if headers.get("X-aws-ec2-metadata-token") == self.token else 401
+        if path.startswith("/computeMetadata/"):
+            return 0 if headers.get("Metadata-Flavor") == "Google" else 403
+        return 0 if headers.get("Metadata") == "true" else 400
+
+
+@pytest.fixture
+def cloud(monkeypatch):
+    monkeypatch.setattr(preemption_notice, "_ASK_S", 0.02)
+    server = MetadataServer()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+@contextlib.contextmanager
+def listening(chosen, address):
+    """Yields (notices, lines said) of a listener, which grow."""
+    notices, said = [], []
+    with heard(ResilienceConfig(chosen), notices.append, say=said.append, environ={ADDRESS: address}):
+        yield notices, said
+
+
+def wait_for(condition, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert condition()
+
+
+def event(kind, *machines):
+    return {"Events": [{"EventType": kind, "Resources": list(machines), "NotBefore": "10:00"}]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path", "before", "answer", "words"),
+    [
+        ("aws", ACTION, None, ON_EC2, "terminate at 2026-11-23T10:00:00Z"),
+        ("gcp", PREEMPTED, "FALSE", "TRUE\n", "preempted"),
+        ("gcp", MAINTENANCE, "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE", "TERMINATE_ON"),
+        ("azure", EVENTS, event("Freeze", "vm-7"), event("Preempt", "vm-7"), "Preempt not before 10:00"),
+        ("azure", EVENTS, event("Preempt", "vm-8"), event("Terminate", "vm-8", "vm-7"), "Terminate"),
+    ],
+)
+def test_a_notice_is_heard_once_and_what_is_none_is_not(cloud, chosen, path, before, answer, words):
+    cloud.answers[path] = before
+    with listening(chosen, cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(path) >= 3)
+        assert notices == [] and said == []
+        cloud.answers[path] = answer
+        wait_for(lambda: notices)
+        time.sleep(0.1)
+    assert len(notices) == 1 and words in notices[0]
+    assert notices[0].startswith(f"notice of {chosen} ({cloud.address}): ")
+
+
+def test_a_token_of_ec2_is_kept_and_renewed(cloud):
+    with listening("aws", cloud.address) as (notices, _):
+        wait_for(lambda: cloud.asked.count(ACTION) >= 4)
+        assert cloud.asked.count(TOKEN) == 1
+        cloud.token = "token-2"  # the first has run out
+        wait_for(lambda: cloud.asked.count(TOKEN) == 2)
+        cloud.answers[ACTION] = ON_EC2
+        wait_for(lambda: notices)
+
+
+@pytest.mark.parametrize("answer", ["no JSON", "[]", {"Events": [3]}, {"Events": {"EventType": "Preempt"}}])
+def test_an_answer_of_another_shape_is_no_notice_and_told_of_at_most_once(cloud, answer):
+    cloud.answers[EVENTS] = answer
+    with listening("azure", cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(EVENTS) >= 4)
+        assert notices == [] and len(said) <= 1
+        cloud.answers[EVENTS] = event("Reboot")  # of no machine in particular
+        wait_for(lambda: notices)
+
+
+def test_a_server_that_is_not_there_is_told_of_once(monkeypatch):
+    monkeypatch.setattr(preemption_notice, "_ASK_S", 0.02)
+    address = f"http://127.0.0.1:{free_port()}"
+    with listening("aws", address) as (notices, said):
+        wait_for(lambda: said)
+        time.sleep(0.2)
+    assert notices == [] and len(said) == 1 and f"no answer from aws ({address})" in said[0]
+
+
+def test_nothing_is_asked_unless_the_config_says_so(cloud, tmp_path):
+    with listening("none", cloud.address) as (notices, said):
+        time.sleep(0.1)
+    assert cloud.asked == notices == said == [] and ResilienceConfig().preemption_notice == "none"
+    with pytest.raises(ConfigError, match="resilience.preemption_notice"):
+        run_of("quickstart", **{"resilience.preemption_notice": "ibm"})
+
+
+@pytest.mark.parametrize(
+    ("firmware", "found"),
+    [
+        ({}, None),
+        ({"sys_vendor": "Amazon EC2\n"}, "aws"),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, "gcp"),
+        ({"sys_vendor": "Microsoft Corporation"}, None),  # Hyper-V at home
+        ({"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, "azure"),
+    ],
+)
+def test_a_cloud_is_known_by_its_firmware(tmp_path, firmware, found):
+    for name, text in firmware.items():
+        (tmp_path / name).write_text(text)
+    assert detect_cloud(tmp_path) == found
+
+
+def test_auto_says_where_there_is_no_cloud(monkeypatch):
+    monkeypatch.setattr(preemption_notice, "detect_cloud", lambda: None)
+    with listening("auto", "http://127.0.0.1:1") as (_, said):
+        pass
+    (line,) = said
+    assert line.endswith("notice=auto: this machine's firmware names no cloud; nothing is asked")
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_within_ten_seconds_of_a_notice(tmp_path):
+    server = MetadataServer()
+    changes = {"resilience.preemption_notice": "aws", "checkpoint.every_steps": 0, "train.steps": 1_000_000}
+    run = subprocess.Popen(
+        command(tmp_path, **changes), env=environment(1) | {ADDRESS: server.address}, stdout=subprocess.PIPE
+    )
+    wait_for(lambda: last_step(tmp_path) >= 20 and server.asked.count(ACTION) >= 2, 600)
+    server.answers[ACTION] = ON_EC2
+    began = time.time()
+    assert run.wait(timeout=120) == 75
+    events = {event["event"]: event for event in read_events(tmp_path)}
+    saved = events["save"]
+    print(f"notice to event {events['preemption_notice']['time'] - began:.2f} s,", end=" ")
+    print(f"to saved {saved['time'] - began:.2f} s, to the end {time.time() - began:.2f} s")
+    assert saved["ok"] and saved["time"] - began <= 10
+    assert "terminate at" in events["preemption_notice"]["notice"]
+    assert events["preempted"]["step"] == saved["step"] >= 20
+    assert (tmp_path / "checkpoints" / str(saved["step"]) / "manifest.json").exists()
