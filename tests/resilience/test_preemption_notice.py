@@ -3,6 +3,7 @@
 import contextlib
 import json
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -187,12 +188,13 @@ def test_auto_says_where_there_is_no_cloud(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_is_saved_within_ten_seconds_of_a_notice(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_is_saved_within_ten_seconds_of_a_notice(tmp_path, processes):
     server = MetadataServer()
+    launch = [sys.executable, "-m", "jaxdist.launch", "--processes", str(processes), "--"]
     changes = {"resilience.preemption_notice": "aws", "checkpoint.every_steps": 0, "train.steps": 1_000_000}
-    run = subprocess.Popen(
-        command(tmp_path, **changes), env=environment(1) | {ADDRESS: server.address}, stdout=subprocess.PIPE
-    )
+    environ = environment(1) | {ADDRESS: server.address}
+    run = subprocess.Popen([*launch, *command(tmp_path, **changes)], env=environ, stdout=subprocess.PIPE)
     wait_for(lambda: last_step(tmp_path) >= 20 and server.asked.count(ACTION) >= 2, 600)
     server.answers[ACTION] = ON_EC2
     began = time.time()
