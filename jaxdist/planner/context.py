@@ -5,19 +5,21 @@ Which form a run takes, and what it sends and holds, is said by `ops.context_cos
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from jaxdist.ops import context_costs
+from jaxdist.ops import context_attention, context_costs
 from jaxdist.ops.context_attention import Form
 from jaxdist.ops.context_costs import Sizes
 from jaxdist.parallel.axes import divisors
-from jaxdist.parallel.context import AXIS, MOVED
+from jaxdist.parallel.context import AXIS, MOVED, AttentionForm
+from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.exchanges import summed
 from jaxdist.planner.targets import Link
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
@@ -86,6 +88,37 @@ class Attention:
             ],
             "exchanged": summed(collectives, moved),
         }
+
+
+def runs_to_try(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> list[RunConfig]:
+    """Returns the run with each form of attention that a search looks at on a mesh: its own first.
+
+    Others only where it is left to us, they are legal, and attention is another than with those before.
+    """
+    if run.context.attention != "auto" or shape.sizes[AXIS] == 1 or not (sizes := build.attention_sizes(run)):
+        return [run]
+    found, seen = list[RunConfig](), list[list[str]]()
+    for form in get_args(AttentionForm):
+        one = replace(run, context=replace(run.context, attention=form))
+        rules = build.rules_for(one, spec, shape)
+        if any(context_attention.faults(rules, sizes.length, sizes.heads)):
+            continue
+        names = [replace(sizes, window=window).form(rules).name for window in _windows(run, spec.depth)]
+        if names not in seen:
+            found.append(one)
+            seen.append(names)
+    return found
+
+
+def unbeaten(runs: Sequence[RunConfig], cost: Callable[[RunConfig], tuple[float, int]]) -> list[RunConfig]:
+    """Returns the runs than which none before is as fast and holds as little; `cost`: seconds and bytes."""
+    found, best = list[RunConfig](), list[tuple[float, int]]()
+    for run in runs:
+        seconds, held = cost(run)
+        if all(seconds < other[0] or held < other[1] for other in best):
+            found.append(run)
+            best.append((seconds, held))
+    return found
 
 
 def _windows(run: RunConfig, depth: int) -> Counter[int]:

@@ -51,7 +51,7 @@ KEYS = (
     *(f"mesh.{axis}" for axis in (*SEARCHED, *EXPERT_AXES, *SEQUENCE_AXES)),
     *(f"mesh.dcn.{axis}" for axis in SEARCHED if axis in CROSSING_AXES),
     "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
-    "pipeline.chunks", "remat.policy",
+    "pipeline.chunks", "remat.policy", "context.attention",
 )  # fmt: skip
 _EXPERTS = "hidden rows of experts"
 _MADE_BY = {"out": "attention_projection", "gate": "mlp_gate", "up": "mlp_up", "down": "mlp_out"}
@@ -113,6 +113,8 @@ class Candidate:
         words += [f"zero {run.mesh.zero}"] * (run.mesh.zero < 3)
         words += ["sequence parallel"] * run.mesh.sequence_parallel
         words += [f"accumulation {run.batch.accumulation}"] * (run.batch.accumulation > 1)
+        form = run.context.attention if self.shape.sizes[context.AXIS] > 1 else "auto"
+        words += [f"attention by {form}"] * (form != "auto")
         if self.shape.sizes["pipeline"] == 1:
             return ", ".join([*words, f"remat {run.remat.policy}"])
         chunks = f" x {flow.chunks} chunks" if flow.chunks > 1 else ""
@@ -128,7 +130,7 @@ class Candidate:
         """How much there is to set and to understand."""
         run = self.run
         split = run.mesh.sequence_parallel, run.mesh.zero < 3
-        parts = run.batch.accumulation > 1, run.pipeline.chunks > 1
+        parts = run.batch.accumulation > 1, run.pipeline.chunks > 1, run.context.attention != "auto"
         return 2 * len(self.axes) + sum(split) + sum(parts) + (":" in run.remat.policy)
 
     def overrides(self, run: RunConfig) -> list[str]:
@@ -202,7 +204,7 @@ def candidates(
     """Yields every layout on the legal meshes; `expert_load`: see `plan.make_plan`."""
     model = _Model(run, target, spec, *legal[0])
     model.rounds = experts.rounds(expert_load)
-    for placed, shape in legal:
+    for placed, shape in [(one, where) for own, where in legal for one in model.forms(own, where)]:
         staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
         zeros = (3, 2, 1) if math.prod(shape.sizes[axis] for axis in PARAMETER_SHARDS) > 1 else (3,)
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
@@ -265,7 +267,7 @@ class _Model:
         self.in_blocks = max(self.made.total() - self.made.pop("", 0), 1)
         # Kept by mesh, of which there are many layouts.
         self._once: dict[tuple[int, ...], Collection[str]] = {}
-        self._attentions: dict[tuple[int, ...], context.Attention] = {}
+        self._attentions: dict[tuple[Any, ...], context.Attention] = {}
         self.mixture, self.rounds = experts.mixture_of(run, spec), 1
         self.in_experts = self.mixture.kernels * self.mixture.layers if self.mixture else 0
         self.dense = spec.parameter_count - self.in_experts
@@ -355,10 +357,19 @@ class _Model:
         return self._once[key]
 
     def _attention(self, run: RunConfig, shape: MeshShape) -> context.Attention:
-        if (key := _key(shape)) not in self._attentions:
+        if (key := (run.context.attention, *_key(shape))) not in self._attentions:
             rules = _rules(run, shape, self.spec)
             self._attentions[key] = context.Attention(run, rules, self.depth)
         return self._attentions[key]
+
+    def forms(self, run: RunConfig, shape: MeshShape) -> list[RunConfig]:
+        """Returns the run with each form of attention over a split sequence that may be the best."""
+
+        def cost(one: RunConfig) -> tuple[float, int]:
+            attention = self._attention(one, shape)
+            return self._kernels("full", attention) + self._context(attention, shape, "full"), attention.keys
+
+        return context.unbeaten(context.runs_to_try(run, self.spec, shape), cost)
 
     def _exchange(self, shape: MeshShape, ticks: float) -> float:
         """Returns the seconds in which rows go to experts and back."""
@@ -381,20 +392,25 @@ class _Model:
 
     def _compute(self, policy: str, places: int, attention: context.Attention) -> float:
         """Returns seconds at peak; layers are padded to so many places."""
-        kept, gpu = _kept_names(policy), self.target.platform == "gpu"
-        if gpu:  # cuDNN's residuals have no name by which they could be moved to the host
-            kept = kept - {*remat.named_in(policy)["offload"]}
-        once = policy in ("none", "dots") or remat.RESIDUALS in kept
+        gpu = self.target.platform == "gpu"
         blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
         padded = -(-self.depth // places) * places / self.depth
-        # A GPU's kernel knows no parts of a sequence: elsewhere XLA computes all of the square.
-        most = attention.busiest if not gpu else 2.0 if attention.by_parts else 1.0
-        kernels = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention / self.reached * most
         products = self.products + blocks * (padded * (1 + self._again(policy) / 3) - 1)
         if gpu:  # a share of each expert's rows is padded; hidden rows are computed again
             rows = 6.0 * self.by_experts + 2.0 * self.made[_EXPERTS]
             products += (SHARE_SLACK - 1) * rows * self.tokens
-        return (products * self.paced + kernels) / self.target.num_devices / self.peak
+        return products * self.paced / self.target.num_devices / self.peak + self._kernels(policy, attention)
+
+    def _kernels(self, policy: str, attention: context.Attention) -> float:
+        """Returns the seconds of attention on the device that has most of it."""
+        kept, gpu = _kept_names(policy), self.target.platform == "gpu"
+        if gpu:  # cuDNN's residuals have no name by which they could be moved to the host
+            kept = kept - {*remat.named_in(policy)["offload"]}
+        once = policy in ("none", "dots") or remat.RESIDUALS in kept
+        # A GPU's kernel knows no parts of a sequence: elsewhere XLA computes all of the square.
+        most = attention.busiest if not gpu else 2.0 if attention.by_parts else 1.0
+        flops = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention * most
+        return flops / self.reached / self.target.num_devices / self.peak
 
     def _again(self, policy: str) -> float:
         """Returns the share of blocks' products that are computed again; experts' hidden rows always are."""

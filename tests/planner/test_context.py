@@ -189,6 +189,38 @@ def test_a_search_keeps_the_rules_of_a_run():
     assert any("mesh.context=N talks in every layer, over InfiniBand" in reason for reason in illegal)
 
 
+def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
+    """Returns the values of context.attention that a search tries, by the size of the axis."""
+    run, target = run_of("llama3_8b", words), targets.parse(on)
+    meshes, _, spec = layouts.legal_meshes(run, target)
+    alone = [
+        (one, shape) for one, shape in meshes if math.prod(shape.sizes[a] for a in ("fsdp", "context")) == 64
+    ]
+    found: dict[int, list[str]] = {}
+    for one in layouts.candidates(run, target, alone, spec):
+        tried = found.setdefault(one.shape.sizes["context"], [])
+        form = one.run.context.attention
+        if form not in tried:
+            assert (f"context.attention={form}" in one.overrides(run)) == (form != run.context.attention)
+            assert (f"attention by {form}" in one.text) == (form != "auto" and one.shape.sizes["context"] > 1)
+            tried.append(form)
+    return found
+
+
+def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
+    batch = "batch.global_size=64 batch.sequence_length"
+    # By heads all have equal work, and copies of 8 kv heads are more than a ring's chunk on 32 devices alone.
+    found = forms_of(f"{batch}=131072")
+    assert found[1] == found[8] == found[16] == ["auto"] and found[32] == ["auto", "ring"]
+    # Heads that do not divide: `auto` gathers, whose last device sees the most keys.
+    found = forms_of(f"{batch}=131072 model.num_heads=20 model.num_kv_heads=4")
+    assert found[2] == found[4] == ["auto"] and found[8] == ["auto", "ring"]
+    # A gather asks only those that a window reaches.
+    window = f"{batch}=8192 model.window=1024 model.layer_pattern=local"
+    assert forms_of(window)[8] == ["auto", "gather"]
+    assert forms_of(f"{window} context.attention=heads")[8] == ["heads"]  # as set
+
+
 def test_what_cannot_be_split_is_refused_as_a_run_is():
     run = run_of("llama3_8b", "batch.sequence_length=1000 mesh.context=16 mesh.fsdp=4")
     with pytest.raises(ConfigError, match="not divisible by mesh.context=16"):
