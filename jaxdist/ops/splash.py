@@ -18,9 +18,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from jaxdist.ops.attention_reference import Options, Part
+from jaxdist.ops.document_blocks import shared_blocks, skipping
 from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
+_LEAST_TOKENS = 2048  # of a sequence whose documents' blocks are told apart: 4 x 4 of them
 MAX_BLOCK = 512  # 512 x 512 float32 logits are 1 MiB of VMEM, double-buffered, on all generations
 
 
@@ -64,7 +66,7 @@ def splash_attention(
     if _chunk(length, options):
         out_BHSN = _long(*heads_first, segments, options, interpret)
     else:
-        kernel = _kernel(length, q_BSHN.shape[2], options, interpret)
+        kernel = _of_documents(_kernel(length, q_BSHN.shape[2], options, interpret), segments)
         out_BHSN = jax.vmap(kernel)(*heads_first, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
@@ -99,7 +101,7 @@ def splash_attention_of_part(
         return info._replace(**tables)
 
     infos, kwargs = kernel.tree_flatten()
-    kernel = type(kernel)(*map(own_of, infos), **kwargs)
+    kernel = _of_documents(type(kernel)(*map(own_of, infos), **kwargs), segments)
     q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
     out_BHSN = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
     return out_BHSN.swapaxes(1, 2)
@@ -151,6 +153,7 @@ def _long(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool) -
 
 def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool):
     kernel = _kernel(q_BHSN.shape[2], q_BHSN.shape[1], options, interpret, residuals=True)
+    kernel = _of_documents(kernel, segments)
     with _all_keys(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
     out, lse = checkpoint_name(out, RESIDUALS), checkpoint_name(lse, RESIDUALS)
@@ -161,6 +164,7 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
     q, k, v, segments, out, lse = residuals
     size = _chunk(q.shape[2], options)
     of_queries = q, lse, _inner(out, grad), grad
+    shared = _shared(segments, size)
 
     def parts(pair, *, causal: bool):
         rows, columns = pair * size
@@ -179,14 +183,23 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
 
     def before(carry, pair):
         dq, dq_so_far, totals = carry
-        more, *dkeys = parts(pair, causal=False)
         rows, columns = pair * size
         # In float32 over the keys of a chunk of queries, of which one after another has its turn.
         start = _cut(dq, rows, size, 2).astype(jnp.float32)
-        dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far) + more.astype(jnp.float32)
-        dq = _put(dq, dq_so_far, rows)
-        sums = [_cut(t, columns, size, 2) + d.astype(t.dtype) for t, d in zip(totals, dkeys, strict=True)]
-        return (dq, dq_so_far, [_put(*x, columns) for x in zip(totals, sums, strict=True)]), None
+        dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far)
+
+        def add(dq_so_far, totals):
+            more, *dkeys = parts(pair, causal=False)
+            sums = [_cut(t, columns, size, 2) + d.astype(t.dtype) for t, d in zip(totals, dkeys, strict=True)]
+            totals = [_put(*x, columns) for x in zip(totals, sums, strict=True)]
+            return dq_so_far + more.astype(jnp.float32), totals
+
+        if shared is None:
+            dq_so_far, totals = add(dq_so_far, totals)
+        else:
+            leave = lambda *as_it_is: as_it_is  # noqa: E731
+            dq_so_far, totals = jax.lax.cond(shared[pair[0], pair[1]], add, leave, dq_so_far, totals)
+        return (_put(dq, dq_so_far, rows), dq_so_far, totals), None
 
     count, dq = q.shape[2] // size, jnp.zeros_like(q)
     totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
@@ -235,6 +248,8 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
     keys = _largest(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
     blocks: dict[str, Any] = {"bq": block_size(S), "bkv": keys, "bkv_compute": block_size(keys)}
     made = _kernel(S, H, options, interpret, fused_keys=keys)
+    if options.causal:  # a pair of different chunks is left out as one, or not at all
+        made = _of_documents(made, segments)
     kernel: Any = functools.partial(
         splash_attention_kernel._splash_attention_bwd_dkv,
         **blocks,
@@ -254,6 +269,28 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
 
     with _all_keys(options):
         return jax.vmap(one)(arrays, segments)
+
+
+def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
+    """Returns which chunks of queries and of keys share a document, of one sequence; None: all may."""
+    if segments is None or len(segments.q) > 1:
+        return None
+    return shared_blocks(segments.q[0], segments.kv[0], (size, size))
+
+
+def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any:
+    """Returns the kernel of one sequence without the blocks between its documents; of several as it is.
+
+    The kernel has one set of tables: several sequences would have their turns in a loop that copies each.
+    """
+    if segments is None or segments.q.shape[0] > 1 or segments.kv.shape[1] < _LEAST_TOKENS:
+        return kernel
+    sizes, ids = kernel.kwargs["block_sizes"], (segments.q[0], segments.kv[0])
+    (forward, dq, dkv), kwargs = kernel.tree_flatten()
+    forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
+    dq = dq and skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
+    dkv = dkv and skipping(dkv, *ids, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True)
+    return type(kernel)(forward, dq, dkv, **kwargs)
 
 
 def _largest(length: int, most: int) -> int:

@@ -71,7 +71,14 @@ def _compile(name: str) -> dict:
     traced = jax.jit(jax.value_and_grad(loss)).trace(w, x, k, ids)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
-    bodies = tuple(f"%{name} (" for name in re.findall(r"body=%([\w.\-]+)", text))
+    # Of loops, and of conditionals in them: chunks that share no document are left out.
+    called = re.findall(r"(?:body|true_computation|false_computation)=%([\w.\-]+)", text)
+    called += [
+        name
+        for names in re.findall(r"branch_computations={([^}]*)}", text)
+        for name in names[1:].split(", %")
+    ]
+    bodies = tuple(f"%{name} (" for name in called)
     loops = "".join(part for part in text.split("\n\n") if part.startswith(bodies))
     kernels = re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", loops)
     assert len(kernels) == text.count('custom_call_target="tpu_custom_call"')
