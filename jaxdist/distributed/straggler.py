@@ -1,5 +1,6 @@
 """Which process holds up the others, and when steps have become slow."""
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -78,7 +79,8 @@ _WINDOW, _EVERY = 16, 4  # steps whose median is the pace; steps between two loo
 _LOOKS, _LEARNT = 64, 4  # looks at paces that tell what is usual; how many are enough
 _SLOW, _USUAL = 1.5, 1.25  # times the usual pace: an event from here on, and its end
 _LONG_S = 0.5  # that a window must have lasted: shorter pauses are the machine's own
-_ANSWER = 8  # steps that other processes have to say what they see
+_ANSWER = 8  # steps that other processes have to say what they see, where nothing explains a slowdown
+_RECENT = 48  # steps that what they have said holds: the one that is slow sees it first, by its queues
 _KEPT = 512  # slow steps after which their pace is the usual one
 
 
@@ -95,17 +97,17 @@ class _Laps:
         self.last = now
 
 
+_PARTS = ("data", "host", "devices")
+
+
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step, and what this process did in them."""
+    """Seconds of a step: the median, and means of what this process did in them."""
 
     step: float
     data: float  # waited for its batch
+    host: float  # other work of its own
     devices: float  # waited for devices: its own, or those that wait for another process
-
-    @property
-    def host(self) -> float:
-        return max(0.0, self.step - self.data - self.devices)
 
 
 class StepAlarm:
@@ -129,10 +131,10 @@ class StepAlarm:
         note: takes a line for people.
         """
         self._event, self._note, self._clock = event, note, clock
-        self._board: coordination.Board | None = None
+        self._board = coordination.Board("slow steps")
         self._looks: deque[Parts] = deque(maxlen=_LOOKS)  # of paces that were usual
         self._slow_since: int | None = None
-        self._report_at: int | None = None
+        self._report_by: int | None = None  # step
         self._count = 0
         self.begin()
 
@@ -140,7 +142,6 @@ class StepAlarm:
         """Says that the loop begins, or begins anew: what is usual stays."""
         self._started, self._recorded = _Laps(), _Laps()
         self._waits: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)
-        self._board = self._board or coordination.Board("slow steps")
 
     def skip(self, seconds: float) -> None:
         """Leaves out a pause that has just ended."""
@@ -178,48 +179,48 @@ class StepAlarm:
         elif step - self._slow_since >= _KEPT:
             self._looks.clear()
             self._slow_since = None
-        if self._report_at is not None and step >= self._report_at and usual:
-            self._report_at = None
+        if self._report_by is not None and usual:
             self._name_cause(step, now, usual)
 
     def _parts(self) -> Parts:
         (data, devices), (data_then, devices_then) = self._waits[-1], self._waits[0]
         paces = [statistics.median(laps.recent) for laps in (self._started, self._recorded) if laps.recent]
-        return Parts(max(paces), (data - data_then) / _WINDOW, (devices - devices_then) / _WINDOW)
+        waited = (data - data_then) / _WINDOW, (devices - devices_then) / _WINDOW
+        host = max(0.0, statistics.fmean(self._started.recent) - sum(waited))
+        return Parts(max(paces), waited[0], host, waited[1])
 
     def _usual(self) -> Parts | None:
         if len(self._looks) < _LEARNT:
             return None
-        names = ("step", "data", "devices")
+        names = ("step", *_PARTS)
         return Parts(*(statistics.median(getattr(look, name) for look in self._looks) for name in names))
 
     def _tell(self, step: int, now: Parts, usual: Parts) -> None:
-        """Tells the first process what grew in this one, and has it report once all had time to."""
-        alone = self._board is None or self._board.client is None
-        if not alone:
-            self._put(step, now, usual)
+        """Tells the first process what grew in this one; the first is to report it."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if not self._is_alone():
+                self._board.put({"step": step, **_grown(now, usual)})
         if jax.process_index() == 0:
-            self._report_at = step if alone else step + _ANSWER
+            self._report_by = step if self._is_alone() else step + _ANSWER
 
-    def _put(self, step: int, now: Parts, usual: Parts) -> None:
-        assert self._board is not None
-        try:
-            self._board.put({"step": step, "data": now.data - usual.data, "host": now.host - usual.host})
-        except jax.errors.JaxRuntimeError:
-            return
+    def _is_alone(self) -> bool:
+        return self._board.client is None
 
     def _name_cause(self, step: int, now: Parts, usual: Parts) -> None:
-        grown = {0: {"data": now.data - usual.data, "host": now.host - usual.host}}
-        if self._board is not None and self._board.client is not None:
-            try:
+        """Writes the event once a process's own work explains the slowdown, or all had time to tell of it."""
+        assert self._report_by is not None
+        grown: dict[int, Mapping[str, float]] = {0: _grown(now, usual)}
+        if not self._is_alone():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
                 told = self._board.values()
-            except jax.errors.JaxRuntimeError:
-                told = {}
-            grown |= {n: said for n, said in told.items() if n and said["step"] >= step - 2 * _ANSWER}
-        process, phase = blamed(grown, now.step - usual.step)
+                grown |= {n: said for n, said in told.items() if n and said["step"] >= step - _RECENT}
+        process, phase = blamed(grown, alone=self._is_alone())
+        if phase == "devices" and step < self._report_by:
+            return
+        self._report_by = None
         times = {"step_s": now.step, "usual_step_s": usual.step}
         self._event("slow_steps", step, process=process, phase=phase, **times)
-        who = "" if process is None else f"process {process}'s " if len(grown) > 1 else "its "
+        who = "" if process is None else "its " if self._is_alone() else f"process {process}'s "
         what = {"data": "data", "host": "own work, beside data and devices"}.get(phase, "devices")
         self._note(
             f"step {step}: steps take {1e3 * now.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
@@ -227,19 +228,23 @@ class StepAlarm:
         )
 
 
-def blamed(grown: Mapping[int, Mapping[str, float]], excess_s: float) -> tuple[int | None, str]:
+def _grown(now: Parts, usual: Parts) -> dict[str, float]:
+    return {name: getattr(now, name) - getattr(usual, name) for name in _PARTS}
+
+
+def blamed(grown: Mapping[int, Mapping[str, float]], *, alone: bool) -> tuple[int | None, str]:
     """Returns which process holds up a step, and what it does: "data", "host" or "devices".
 
     Args:
-      grown: by process, by how many seconds a step its "data" and its "host" work take longer than usual.
-      excess_s: by how many seconds the step does. What no process's own work explains is the devices';
-        of several processes none can then be told from the others (None).
+      grown: by process, by how many seconds a step each of `_PARTS` takes longer than usual. Where no
+        process's own work is the most of it, devices are slow: of several processes nobody knows whose.
+      alone: whether there is one process only.
     """
 
     def own(process: int) -> float:
         return grown[process]["data"] + grown[process]["host"]
 
     process = max(grown, key=own)
-    if own(process) < 0.5 * excess_s:
-        return (None if len(grown) > 1 else process), "devices"
+    if own(process) <= max(0.0, grown[process]["devices"]):
+        return (process if alone else None), "devices"
     return process, max(("data", "host"), key=lambda name: grown[process][name])

@@ -7,7 +7,7 @@ import pytest
 
 from jaxdist.distributed import straggler
 from jaxdist.distributed.straggler import StepAlarm, blamed
-from jaxdist.telemetry.metrics import read_events
+from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import command, start_group
 
 
@@ -106,17 +106,18 @@ def test_what_lasts_becomes_usual():
 
 
 @pytest.mark.parametrize(
-    ("grown", "excess_s", "process", "phase"),
+    ("grown", "process", "phase"),
     [
-        ({0: (0.0, 0.01), 1: (0.1, 0.0)}, 0.1, 1, "data"),
-        ({0: (0.0, 0.12), 1: (0.0, 0.01)}, 0.1, 0, "host"),
-        ({0: (0.0, 0.01), 1: (0.0, 0.0)}, 0.1, None, "devices"),
-        ({0: (0.0, 0.01)}, 0.1, 0, "devices"),
+        ({0: (0.0, 0.01, 0.1), 1: (0.1, 0.0, -0.02)}, 1, "data"),
+        ({0: (-0.2, 0.12, 0.1), 1: (0.0, 0.01, 0.1), 2: (0.02, 0.1, 0.0)}, 2, "host"),
+        ({0: (0.0, 0.01, 0.1), 1: (0.0, 0.0, 0.1)}, None, "devices"),
+        ({0: (0.0, 0.01, 0.1)}, 0, "devices"),
+        ({0: (0.0, 0.12, 0.01)}, 0, "host"),
     ],
 )
-def test_who_is_to_blame(grown, excess_s, process, phase):
-    parts = {number: {"data": data, "host": host} for number, (data, host) in grown.items()}
-    assert blamed(parts, excess_s) == (process, phase)
+def test_who_is_to_blame(grown, process, phase):
+    parts = {n: dict(zip(("data", "host", "devices"), each, strict=True)) for n, each in grown.items()}
+    assert blamed(parts, alone=len(parts) == 1) == (process, phase)
 
 
 def test_the_others_say_what_they_see(monkeypatch):
@@ -128,15 +129,26 @@ def test_the_others_say_what_they_see(monkeypatch):
 
         def values(self):
             step = loop.step
-            return {0: {}, 1: {"step": step, "data": 0.1, "host": 0.0}, 2: {"step": 3, "data": 9, "host": 0}}
+            seen = {"data": 0.1, "host": 0.0, "devices": -0.05}
+            return {0: {}, 1: {"step": step, **seen}, 2: {"step": 3, **seen, "host": 9.0}}
+
+    class Silent(Board):
+        def values(self):
+            return {0: {}}
 
     monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
     loop = Loop()
-    loop.run(60)
+    loop.run(100)
     loop.run(30, devices=0.2)  # to process 0, waiting for another's data is waiting for its devices
     ((_, step, fields),) = loop.events
-    assert step <= 90 and (fields["process"], fields["phase"]) == (1, "data"), "2 spoke of another time"
+    assert step <= 130 and (fields["process"], fields["phase"]) == (1, "data"), "2 spoke of another time"
     assert "process 1's data" in loop.notes[0]
+    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Silent())
+    loop = Loop()
+    loop.run(60)
+    loop.run(30, devices=0.2)
+    ((_, step, fields),) = loop.events
+    assert step <= 90 and (fields["process"], fields["phase"]) == (None, "devices")
 
 
 def test_an_alarm_costs_microseconds():
@@ -158,7 +170,7 @@ from jaxdist.data.dataset import Dataset
 honest, number = Dataset.train_batch, os.environ["JAXDIST_PROCESS_ID"]
 
 def faulty(self, step, *rest):
-    time.sleep(2.0 if (number, step) == ("0", 45) else 0.3 if number == "1" and step >= SLOW_FROM else 0.12)
+    time.sleep(3.0 if (number, step) == ("0", 45) else 0.6 if number == "1" and step >= SLOW_FROM else 0.3)
     return honest(self, step, *rest)
 
 Dataset.train_batch = faulty
@@ -176,8 +188,35 @@ def test_a_process_whose_data_is_slow_is_named_by_the_first(tmp_path):
     outputs = [process.communicate(timeout=570)[0] for process in group]
     assert [process.returncode for process in group] == [0, 0], outputs
     events = [event for event in read_events(tmp_path) if event["event"] == "slow_steps"]
-    print(events)
+    print(events, *read_rows(tmp_path).train[-1:], sep="\n")
     assert [(event["process"], event["phase"]) for event in events] == [(1, "data")]
     assert SLOW_FROM < events[0]["step"] <= SLOW_FROM + 30
     assert events[0]["step_s"] > 1.5 * events[0]["usual_step_s"] > 0.1
     assert "process 1's data" in outputs[0]
+
+
+def test_what_a_straggler_takes_of_the_others_is_waiting(monkeypatch):
+    class Board:
+        client = "a service"
+
+        def __init__(self, busy_s):
+            self.busy_s = busy_s
+
+        def put(self, value):
+            self.busy_s[0] = value
+
+        def values(self):
+            return self.busy_s
+
+    busy_s, events = {1: 0.18, 2: 0.03}, []
+    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board(busy_s))
+    pace = straggler.Pace(lambda name, step, **fields: events.append((name, fields["process"])))
+    held = []
+    for row in range(8):
+        pace.row(10 * row, steps=10, seconds=2.0, waited_s=1.8)
+        held.append(pace.held_s)
+    # Of 0.2 s a step this process works 0.02, the slowest 0.18: it is judged from the sixth row on.
+    assert held == [0.0] * 5 + [pytest.approx(1.6)] * 3 and events == [("straggler", 1)]
+    busy_s[1] = 0.03
+    pace.row(90, steps=10, seconds=2.0, waited_s=1.8)
+    assert pace.held_s == 0.0

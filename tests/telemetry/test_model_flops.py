@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxdist.config import files
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.telemetry.flops import hlo_flops, jaxpr_flops, transformer_flops_per_token
+from jaxdist.telemetry.flops import hlo_flops, is_uncounted, jaxpr_flops, transformer_flops_per_token
 from jaxdist.trainer import build, run_config, validation, workdir
 
 
@@ -60,13 +60,20 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
         for name, x in build.batch_shapes(run, 4).items()
     }
-    counted = hlo_flops(built.step.lower(built.abstract_state, batch).compile().as_text())
+    traced = built.step.trace(built.abstract_state, batch)
+    counted = hlo_flops(traced.lower().compile().as_text())
     formula = workdir.model_flops(run, spec)
     matmuls = 2 * formula["causal"] - formula["full"]
     attention = formula["full"] - matmuls
     # Scores are computed again in the backward pass: 7 products for attention's 6, on 5/8 of the map.
     expected = matmuls + attention * 5 / 8 * 7 / 6
     assert counted / (4 * 256) == pytest.approx(expected, rel=0.01)
+    # The numerator of a run's HFU is counted before it compiles, and sees what is computed again.
+    assert jaxpr_flops(traced.jaxpr) == pytest.approx(counted, rel=0.01) and not is_uncounted(traced.jaxpr)
+    full = dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy="full"))
+    built = build.build_step(full, spec, build_mesh(run.mesh, devices), rules)
+    again = jaxpr_flops(built.step.trace(built.abstract_state, batch).jaxpr)
+    assert 1.1 * counted < again < 4 / 3 * counted, "all but the head's forward products, twice"
 
 
 def test_a_local_layer_counts_the_tokens_it_sees():
