@@ -4,7 +4,7 @@ The sequence is scored in chunks. The backward pass of a sum of losses needs the
 d loss / d logits, so gradients are formed chunk by chunk in the forward pass, while the logits are
 there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twice. The vocabulary
 may be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at
-the end.
+the end. Devices that share out a sequence share out the vocabulary, too.
 
 Letters: G shards of the tokens, of samples and of sequences (no dim if there is one), R rows = tokens of a
 chunk, D model, V vocabulary.
@@ -20,8 +20,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.matmul import sum_in_shards, waits_for_sums
-from jaxdist.parallel import execution
+from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.context import AXIS
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import Names
 
 
@@ -34,6 +35,7 @@ class LossOptions(NamedTuple):
     softcap: float
     group: tuple[int, ...]  # (shards of the tokens,); () if there is one
     chunk: int
+    parts: int  # devices of a sequence that share out the vocabulary, too; 1: none do
     axis: str | None  # manual mesh axis that the vocabulary is split over (pipeline stages)
 
 
@@ -67,7 +69,8 @@ def cross_entropy(
     group, chunk, extra = _chunking(x.shape, shards * parts, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
-    options = LossOptions(names, tied, z_loss, softcap, group, chunk, axis)
+    split = 1 if axis else _parts_of_vocabulary(kernel.shape[0 if tied else 1], parts)
+    options = LossOptions(names, tied, z_loss, softcap, group, chunk, split, axis)
     weights = weights.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
@@ -107,7 +110,7 @@ def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], in
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(x, kernel, targets, weights, options: LossOptions):
-    head = execution.gather(kernel, options.names, x.dtype)
+    head = _gathered(kernel, x.dtype, options)
 
     def add(total, part):
         x_part, targets_part, weights_part = part
@@ -119,7 +122,7 @@ def _cross_entropy(x, kernel, targets, weights, options: LossOptions):
 
 
 def _forward(x, kernel, targets, weights, options: LossOptions):
-    head = execution.gather(kernel, options.names, x.dtype)
+    head = _gathered(kernel, x.dtype, options)
 
     def add(carry, part):
         loss, z, dhead = carry
@@ -128,20 +131,21 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
         dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
         dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
-        dx = _named(_over_parts(execution.sum_over, dx, options))
+        dx = _own_rows(_over_parts(execution.sum_over, dx, options), options)
         product = jnp.einsum(
             _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
         )
         return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
 
-    zeros = _head_named(jnp.zeros((*options.group, *kernel.shape), jnp.float32), options)
+    zeros = _head_named(jnp.zeros((*_sums(options), *kernel.shape), jnp.float32), options)
     start = (jnp.float32(0), jnp.float32(0), zeros)
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
     gradient = _over_batch_shards(dhead, kernel.shape, options)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
-    if waits_for_sums():
-        # Left to the scheduler, the sum over devices comes last: a whole head stays until then.
+    if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
+        # Left to the scheduler, the sum over devices comes last: a whole head stays till then. On SparseCores
+        # the sum is hidden so, but sequences too long for one device leave no room for it.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
     return (loss, z), (dx, gradient)
 
@@ -160,6 +164,8 @@ _cross_entropy.defvjp(_forward, _backward)
 def _over_batch_shards(dhead, dims, options: LossOptions):
     """Returns the head's gradient [dims], the sum of what batch shards have: [(G,) *dims]."""
     now = execution.current()
+    if options.parts > 1:
+        return _in_parts_over_batch_shards(dhead, options)
     if not options.group or now.mesh is None or now.platform != "tpu":
         return execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
     rows = now.rules.activation(("tokens",), options.group)
@@ -174,7 +180,7 @@ def _over_chunks(add, start, arrays, options: LossOptions):
     def one(carry, start):
         parts = [jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1) for a in arrays]
         x, *labels = (part.reshape(*options.group, -1, *part.shape[2:]) for part in parts)
-        return add(carry, [_named(x), *labels])
+        return add(carry, [_all_rows(part, options) for part in (_named(x), *labels)])
 
     if options.chunk == length:
         carry, out = one(start, 0)
@@ -185,7 +191,7 @@ def _over_chunks(add, start, arrays, options: LossOptions):
 def _logits(x, head, options: LossOptions):
     """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None without)."""
     logits = jnp.einsum(_equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32)
-    logits = _named(logits, "vocab")
+    logits = execution.shard(logits, *_row_names(options), _vocabulary(options))
     if not options.softcap:
         return logits, None
     squashed = jnp.tanh(logits / options.softcap)
@@ -228,11 +234,96 @@ def _equation(equation: str, options: LossOptions) -> str:
     return equation if options.group else equation.replace("g", "")
 
 
-def _named(x, last: str | None = None):
-    """Returns rows [(G,) R, ...] constrained to their shards."""
-    return execution.shard(x, *("tokens", None, last)[-x.ndim :])
+def _named(x):
+    """Returns rows [(G,) R, D] constrained to their shards."""
+    return execution.shard(x, *("tokens", None, None)[-x.ndim :])
 
 
 def _head_named(dhead, options: LossOptions):
-    dims = ("vocab", None) if options.tied else (None, "vocab")
-    return execution.shard(dhead, *("tokens", *dims)[-dhead.ndim :])
+    return execution.shard(dhead, *_row_names(options)[:-1], *_head_dims(options))
+
+
+def _head_dims(options: LossOptions, width: str | None = None) -> tuple[str | None, ...]:
+    """Returns the names of the head's dims as it is computed with."""
+    return (_vocabulary(options), width) if options.tied else (width, _vocabulary(options))
+
+
+def _row_names(options: LossOptions) -> tuple[str | None, ...]:
+    """Returns the names of [(G,) R] of a chunk."""
+    if options.parts > 1:
+        return "batch", None
+    return ("tokens", None)[-1 - len(options.group) :]
+
+
+def _vocabulary(options: LossOptions) -> str:
+    return "vocab_of_part" if options.parts > 1 else "vocab"
+
+
+# --- a vocabulary that the devices of a sequence share out ------------------------------------------
+
+# Whole on each of them, the head and its gradient in float32 would be the largest arrays of a step that has
+# few samples. So they score the rows of all c of them together, each by its c-th of the vocabulary: as much
+# work and as many logits. Rows cross devices for it, and less of the head does.
+
+
+def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
+    """Returns how many devices of a sequence share out the vocabulary: all, or one if it does not divide."""
+    return 1 if vocabulary % (parts * execution.current().axis_size("tensor")) else parts
+
+
+def _sums(options: LossOptions) -> tuple[int, ...]:
+    """Returns the dim of separate sums of the head's gradient: (G,), or () if there is one."""
+    return (options.group[0] // options.parts,) if options.parts > 1 else options.group
+
+
+def _gathered(kernel, dtype, options: LossOptions):
+    """Returns the head as a chunk is scored with."""
+    if options.parts == 1:
+        return execution.gather(kernel, options.names, dtype)
+    now = execution.current()
+    head = now.lay_out(kernel.astype(dtype), Rules.stored, options.names)
+    if now.splits_width(options.names, zero=3):
+        # One axis after another changes places, or XLA's partitioner would gather all of it.
+        head = execution.shard(head, *_head_dims(options, "width_of_part"))
+    return execution.shard(head, *_head_dims(options))
+
+
+def _in_parts_over_batch_shards(dhead, options: LossOptions):
+    """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients are."""
+    now, dims = execution.current(), dhead.shape[1:]
+    width = "width_of_part" if now.splits_width(options.names, zero=2) else None
+    own = now.rules.activation(_head_dims(options, width), dims)
+    if now.mesh is None or now.platform != "tpu":
+        total = now.constrain(dhead.sum(0), own)
+    else:
+        rows = now.rules.activation(("batch", *_head_dims(options)), dhead.shape)
+        axes = sharding.axes_in(rows[0])
+        dim = 1 if options.tied else 0
+        over = sharding.axes_in(own[dim])
+
+        def local(own_sum):
+            total = own_sum[0]
+            if over:
+                total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
+            rest = [axis for axis in axes if axis not in over]
+            return jax.lax.psum(total, rest) if rest else total
+
+        region = now.manual_region()
+        total = jax.shard_map(local, **region, in_specs=rows, out_specs=own, check_vma=False)(dhead)
+    return execution.scatter(total, options.names)
+
+
+def _all_rows(part, options: LossOptions):
+    """Returns [(G,) R, ...] with the rows of all devices of a sequence on each of them, [G / c, c R, ...]."""
+    if options.parts == 1:
+        return part
+    part = part.reshape(*_sums(options), -1, *part.shape[2:])
+    return execution.shard(part, *_row_names(options), *(None,) * (part.ndim - 2))
+
+
+def _own_rows(x, options: LossOptions):
+    """Returns the inverse of `_all_rows`, of parts of a sum over the vocabulary."""
+    if options.parts > 1:
+        x = execution.shard(x, "batch", "sequence", None)
+        x = x.reshape(*options.group, -1, x.shape[2])
+    return _named(x)

@@ -80,6 +80,7 @@ class Rules:
         axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in self.shards)
         axes["width"] = self.shards
         axes["width_of_part"] = tuple(a for a in self.shards if a not in SEQUENCE_AXES)
+        axes["vocab_of_part"] = ("tensor", *SEQUENCE_AXES)
         axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
         return P(*(self._entry(axes.get(n, ()), d, partly=True) for n, d in zip(names, dims, strict=True)))
 

@@ -52,7 +52,8 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
       target: the device or target whose compiler's habits count.
     """
     platform, chip = platform_of(target.platform), _chip(target)
-    ordered = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
+    waits = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
+    ordered = waits or rules.shape.sizes["context"] > 1
     peak = _peak(_Step(run, spec, rules, platform, ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
         peak = _peak(_Step(run, spec, rules, "tpu", ordered=True, pressed=True))
@@ -134,7 +135,7 @@ class _Step:
 
     Args:
       ordered: the head's gradient is reduced before the layers' backward passes: by our barrier on TPUs whose
-        compute waits for sums (`ops.matmul.waits_for_sums`).
+        compute waits for sums (`ops.matmul.waits_for_sums`), and wherever sequences are split.
       pressed: of a program that is too large otherwise. A TPU's compiler then orders it anew, for size: the
         head as above, and attention's logsumexp is taken out of its lanes before the feed-forward's values
         are there.
@@ -182,7 +183,8 @@ class _Step:
         return self._around_backward() | {
             "gathered weights": self._head() * self.compute + self._gathered_once(),
             "logits": chunk * vocabulary * (4 + self.compute),  # float32, and their gradient
-            "working set": 2 * self.x,  # the last output and its gradient
+            # The last output and its gradient, and those of a chunk of all who share out the vocabulary.
+            "working set": 2 * self.x + (self._vocabulary_parts() > 1) * 2 * self._rows(chunk),
         }
 
     def in_backward(self) -> Iterator[Components]:
@@ -348,7 +350,19 @@ class _Step:
             return 0
         dims, names = table
         local = self.rules.shard_dims(self.rules.computed(names, dims), dims)
-        return local[names.index("vocab")] if vocabulary else math.prod(local)
+        return local[names.index("vocab")] if vocabulary else math.prod(local) // self._vocabulary_parts()
+
+    def _vocabulary_parts(self) -> int:
+        """Returns how many devices of a sequence share out the head in the loss (`ops.cross_entropy`)."""
+        parts, table = self.rules.shape.sizes["context"], self._head_table(trained=False)
+        if not table or self.cut and self.rules.vocab_over_stages:
+            return 1
+        vocabulary = table[0][table[1].index("vocab")]
+        return 1 if vocabulary % (parts * self.rules.shape.sizes["tensor"]) else parts
+
+    def _rows(self, chunk: int) -> int:
+        """Returns the bytes of a chunk's rows of all devices that share out a sequence."""
+        return self.x * chunk // self.tokens * self.rules.shape.sizes["context"]
 
     def _head_shard(self) -> int:
         """Returns the elements of the trained output head's reduced gradient."""

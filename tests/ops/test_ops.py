@@ -234,6 +234,13 @@ def test_embed_moves_rows_not_the_table():
 
 # --- cross_entropy --------------------------------------------------------------------------------
 
+# Devices that share out a sequence do so with the vocabulary, if it divides.
+SPLIT = {
+    "split": Layout(8, fsdp=2, context=2, tensor=2),
+    "split_4": Layout(8, fsdp=2, context=4),
+    "split_zero1": Layout(8, data=2, fsdp=2, context=2, zero=1),
+    "indivisible": Layout(3, context=3),
+}
 VARIANTS = {
     "plain": {},
     "chunks": {"chunk_tokens": 3},
@@ -266,17 +273,20 @@ def _score(head_name, options):
     ("layout", "variant"),
     [("one", v) for v in VARIANTS]
     + [(name, v) for name in ("mixed", "tensor") for v in ("plain", "tied")]
-    + [("fsdp", "chunks"), ("sequence", "tied"), ("zero2", "z_loss")],
+    + [("fsdp", "chunks"), ("sequence", "tied"), ("zero2", "z_loss")]
+    + [("split", "tied"), ("split_4", "z_loss"), ("split_zero1", "softcap"), ("indivisible", "chunks")],
 )
 def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
     options = VARIANTS[variant]
     head = "table" if options.get("tied") else "head"
     inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
-    compare(*_score(head, options), LAYOUTS[layout], [head], *inputs, limit=3e-6)
+    compare(*_score(head, options), (LAYOUTS | SPLIT)[layout], [head], *inputs, limit=3e-6)
 
 
 @pytest.mark.parametrize(
-    ("layout", "variant"), [("mixed", "tied"), ("fsdp", "chunks"), ("sequence", "plain"), ("zero2", "z_loss")]
+    ("layout", "variant"),
+    [("mixed", "tied"), ("fsdp", "chunks"), ("sequence", "plain"), ("zero2", "z_loss"), ("split", "tied")]
+    + [("split_4", "plain"), ("split_zero1", "chunks")],
 )
 def test_cross_entropy_as_written_for_a_tpu(layout, variant, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", "tpu")
@@ -297,6 +307,27 @@ def test_on_a_tpu_the_heads_gradient_crosses_devices_in_shards(monkeypatch):
     sums = collectives(hlo.parse(compiled.as_text()), ("all-reduce", "reduce-scatter"))
     large = [(kind, shape) for _, kind, _, shape in sums if np.prod(shape) >= D * V // 8]
     assert large == [("reduce-scatter", (D // 8, V))]
+
+
+def test_the_devices_of_a_sequence_share_out_the_head(monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+
+    def gradient(p, x, targets, weights):
+        def ours(p, x, *rest):
+            return cross_entropy(x, p["head"], *rest, chunk_tokens=6)[0], ()
+
+        return _value_and_grad(ours, p, x, targets, weights)
+
+    step, placed = on_mesh(gradient, SPLIT["split_4"])
+    inputs = arrays()["x"], arrays()["indices"], arrays()["weights"]
+    compiled = step.lower(*placed({"head": arrays()["head"]}, *inputs)).compile()
+    module = hlo.parse(compiled.as_text())
+    whole = {shape for shape in buffer_shapes(module) if np.prod(shape) >= D * V}
+    assert not whole, "of the head and its gradient a device has a quarter"
+    kinds = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
+    moved = [(kind, shape) for _, kind, _, shape in collectives(module, kinds) if np.prod(shape) >= 32]
+    assert ("reduce-scatter", (D // 2, V // 4)) in moved  # its gradient, of the samples' shards
+    assert ("all-gather", (D, V // 4)) in moved
 
 
 def test_chunks_change_nothing():
