@@ -54,7 +54,8 @@ class Pieces(NamedTuple):
 
     forward: (q, k, v, segment ids of q, of k, options) -> (out [B, S, H, N], logsumexp [B, S, H]), float32.
     backward: (queries, k, v, segment ids of q, of k, options) -> gradients of q, k and v in float32; queries
-    have q, and out, its gradient `grad`, and the logsumexp `lse` of the whole softmax.
+    have q, the result's gradient `grad`, `inner` [B, S, H], the sum of their product over the head, and the
+    logsumexp `lse` of the whole softmax.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -159,14 +160,15 @@ def _backward(options: Options, residuals, grad_BSHN: jax.Array):
     return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
 
 
-def _gradients(options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None):
+def _gradients(options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None, inner_BSH=None):
     """Returns the gradients of q [B, K, G, S, N], k and v [B, K, N, keys], float32."""
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     B, K, G, S, N = q.shape
     # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
-    inner = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
-    inner = _by_kv_head(inner, K)
+    if inner_BSH is None:
+        inner_BSH = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
+    inner = _by_kv_head(inner_BSH, K)
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
     dqs, dk, dv = [], jnp.zeros((B, K, N, keys)), jnp.zeros((B, K, N, keys))
@@ -242,8 +244,8 @@ def _piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options) -> tuple[jax.
 
 def _piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options):
     lse = _by_kv_head(queries.lse, k_BSKN.shape[2])
-    residuals = queries.q, k_BSKN, v_BSKN, ids, queries.out, lse
-    dq, dk, dv = _gradients(options, residuals, queries.grad, _Rows(0, own_ids))
+    residuals = queries.q, k_BSKN, v_BSKN, ids, None, lse
+    dq, dk, dv = _gradients(options, residuals, queries.grad, _Rows(0, own_ids), queries.inner)
     return _sequence_major(dq, jnp.float32), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
 
 

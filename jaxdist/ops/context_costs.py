@@ -53,9 +53,10 @@ def cost(form: Form, sizes: Sizes) -> Cost:
         return Cost("all-to-all", sent, sent, (2 * queries + kv) * c, kv * c - before)
     if form.name == "ring":
         wide = _GRADIENT / sizes.itemsize
-        # To where all have equal work, and around; back with output and gradients, and where the forward pass
-        # was computed again queries, keys and values are still there.
-        backward = (3 * queries + kv) + kv * (c - 1) + wide * kv * c
+        # To where all have equal work, and around; back with gradients and a number of each query and head,
+        # and where the forward pass was computed again queries, keys and values are still there.
+        inner = 4 * sizes.heads / shards * part
+        backward = (2 * queries + inner + kv) + kv * (c - 1) + wide * kv * c
         return Cost("collective-permute", 2 * queries + kv * c, backward, 2 * kv, kv)
     hops = form.hops(part, sizes.window if 0 < sizes.window < sizes.length else None)
     kind = "all-gather" if hops == c - 1 else "collective-permute"

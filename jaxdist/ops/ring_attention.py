@@ -33,8 +33,8 @@ class Queries(NamedTuple):
     """What the backward pass knows of a chunk's queries."""
 
     q: jax.Array  # [B, h, H, N]
-    out: jax.Array
     grad: jax.Array
+    inner: jax.Array  # [B, h, H] sum over the head of result times gradient
     lse: jax.Array  # [B, h, H]
 
 
@@ -97,8 +97,10 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
 
 def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, lse = residuals
-    q, k, v, out, grad = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, out_BSHN, grad_BSHN))
-    queries = [Queries(*parts) for parts in zip(q, out, grad, lse, strict=True)]
+    # In order: it is an N-th of the results, which then stay where they are.
+    inner_BSH = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
+    q, k, v, grad, inner = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, grad_BSHN, inner_BSH))
+    queries = [Queries(*parts) for parts in zip(q, grad, inner, lse, strict=True)]
     keys = [Keys(*both) for both in zip(k, v, strict=True)]
     ids = partial(_ids, segment_ids_BS, ring)
 

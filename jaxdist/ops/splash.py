@@ -121,7 +121,7 @@ def piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options
     """Returns the gradients of q, k and v in float32: see `Pieces`."""
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
     q = queries.q * jnp.asarray(options.scale, queries.q.dtype)
-    arrays = q, k_BSKN, v_BSKN, queries.lse, _inner(queries.out, queries.grad), queries.grad
+    arrays = q, k_BSKN, v_BSKN, queries.lse, queries.inner, queries.grad
     gradients = _gradients([x.swapaxes(1, 2) for x in arrays], segments, options, interpret)
     dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in gradients)
     return dq * options.scale, dk, dv
@@ -238,7 +238,10 @@ def _put(x_BHSN: jax.Array, part: jax.Array, start) -> jax.Array:
 def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: bool):
     """Returns the gradients of scaled queries, keys and values, from one kernel.
 
-    jax gives kernels that return their logsumexp no gradient; the one that would compute it is private.
+    jax gives kernels that return their logsumexp no gradient; the one that would compute it is private. That
+    one sums the parts of dq in an instruction by itself, for which libtpu's cycles are ten times those of
+    reading them. Where queries see all keys each block of them is called for alone, as if of another batch,
+    and the parts are added here, in float32.
 
     Args:
       arrays: q [B, H, S, N], k and v [B, K, S, N], lse and inner [B, H, S], the result's gradient.
@@ -247,7 +250,7 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
     layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR)
     keys = _largest(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
     blocks: dict[str, Any] = {"bq": block_size(S), "bkv": keys, "bkv_compute": block_size(keys)}
-    made = _kernel(S, H, options, interpret, fused_keys=keys)
+    made = _kernel(S, H, options, interpret, fused_keys=keys, seen=S if options.causal else keys)
     if options.causal:  # a pair of different chunks is left out as one, or not at all
         made = _of_documents(made, segments)
     kernel: Any = functools.partial(
@@ -267,8 +270,20 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
         q, k, v, lse, inner, grad = arrays
         return kernel(q, k, v, segments, None, lse, grad, inner)
 
-    with _all_keys(options):
+    if options.causal:
         return jax.vmap(one)(arrays, segments)
+    q, k, v, *rest = arrays
+    k_blocks, v_blocks = (x.reshape(*x.shape[:2], -1, keys, x.shape[3]) for x in (k, v))
+    ids = None if segments is None else segments.kv.reshape(len(q), -1, keys)
+
+    def block(k, v, ids):
+        both = None if ids is None else pallas_splash.SegmentIds(segments.q, ids)
+        return jax.vmap(one)([q, k, v, *rest], both)
+
+    with _all_keys(options), jax.named_scope(f"key_blocks_{S // keys}"):
+        parts, *dkeys = jax.vmap(block, (2, 2, 1), (0, 2, 2))(k_blocks, v_blocks, ids)
+    dq = sum(part.astype(jnp.float32) for part in parts)
+    return dq, *(d.reshape(x.shape) for d, x in zip(dkeys, (k, v), strict=True))
 
 
 def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
@@ -318,6 +333,7 @@ def _kernel(
     *,
     residuals: bool = False,
     fused_keys: int = 0,
+    seen: int = 0,
 ) -> Any:
     """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
@@ -328,13 +344,15 @@ def _kernel(
     Args:
       residuals: for the forward pass alone, with the logsumexp.
       fused_keys: for the backward pass alone, by one kernel with such blocks of keys; 0: by two.
+      seen: keys that there are, without a mask; 0: as many as queries.
     """
     alone = residuals or fused_keys
     sides = ("q", "kv") if alone else ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{side}": block_size(length // parts) for side in sides}
     if fused_keys:
         sizes |= {"block_q_dkv": block_size(length), "block_kv_dkv": fused_keys, "use_fused_bwd_kernel": True}
-    mask: pallas_splash.Mask = pallas_splash.FullMask((length, length))
+        sizes["block_kv"] = block_size(fused_keys)
+    mask: pallas_splash.Mask = pallas_splash.FullMask((length, seen or length))
     if options.causal:
         reach = None if options.window is None else options.window - 1
         mask = _BandMask((length, length), (reach, 0), 0)

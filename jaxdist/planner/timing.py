@@ -231,6 +231,7 @@ def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[
 
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _ALL_KEYS = "all_keys"  # scope of kernels whose queries see all keys of the call
+_BLOCKS = re.compile(r"\bkey_blocks_(\d+)/")  # and of those that have them as several arrays
 
 
 def kernels(module: hlo.Module) -> list[Kernel]:
@@ -253,6 +254,8 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
             query, key, *_ = arrays
             length = key[-3] if "__cudnn$" in step.text else key[-2]  # [B, S, H, N], others [B, H, S, N]
             own = query[-3] if "__cudnn$" in step.text else query[-2]
+            blocks = _BLOCKS.search(step.op_name)
+            length *= int(blocks[1]) if blocks else 1
             # Of a part of the queries the last device's see the most: all keys but a triangle.
             seen = 1.0 if _ALL_KEYS in step.op_name else 1 - own / length / 2
             forward = 2 * 2 * math.prod(query) * length * seen  # two products

@@ -149,7 +149,8 @@ def test_pieces_of_the_kernel_interpreted_equal_the_reference(causal):
     others = ids if causal else others
     arrays = k, v, ids, others, shaped
     out, lse = reference_pieces.forward(q, *arrays)
-    queries = Queries(q, out, grad, lse + 0.1)  # as if other keys had a part in the softmax, too
+    # As if other keys had a part in the softmax, too.
+    queries = Queries(q, grad, jnp.sum(out * grad, -1), lse + 0.1)
     wanted = out, lse, *reference_pieces.backward(queries, *arrays)
     got = *splash.piece(q, *arrays, interpret=True), *splash.piece_gradients(queries, *arrays, interpret=True)
     seen = lse > -1e20  # where a query sees none of the keys, what comes out has no weight

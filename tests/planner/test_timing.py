@@ -324,6 +324,14 @@ def test_queries_that_see_all_keys_cost_twice_a_triangle():
     assert ratios == {("forward", 2), ("dq", 1), ("dkv", 1)}
 
 
+def test_blocks_of_keys_in_one_call_are_all_charged():
+    text = (HLO / "v5e_fsdp256.txt").read_text()
+    marked = re.sub(r'(splash_mha_dkv.*op_name=")', r"\1all_keys/key_blocks_4/", text)
+    before, after = (timing.attention_kernels(hlo.parse(one)) for one in (text, marked))
+    ratios = {(a.role, b.flops / a.flops) for a, b in zip(before, after, strict=True)}
+    assert ratios == {("forward", 1), ("dq", 1), ("dkv", 8)}  # 4 times as many, and all of them seen
+
+
 def test_the_last_part_of_the_queries_is_charged():
     """That of a sequence split over 2 devices sees all keys but a quarter of its rectangle."""
     text = (HLO / "v5e_fsdp256.txt").read_text()
