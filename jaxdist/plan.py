@@ -23,12 +23,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
-from jaxdist.planner import fewest, restarts, search, show, targets
+from jaxdist.parallel.remat import FIT
+from jaxdist.planner import fewest, fit_remat, restarts, search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles
+FIT_FINALISTS = 3  # policies that fit and are compiled for remat.policy=fit
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,10 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     folder = _folder(flags.workdir) if flags.workdir else None
     ranked: dict[str, Any] = {}
+    fitted: fit_remat.Fitted | None = None
     with _progress() as say:
         if flags.search:
             ranking = search.search(run, target, expert_load=flags.expert_load, say=say)
             code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
+        elif flags.fix and run.remat.policy == FIT:
+            fitted = fit_remat.fit(run, target, finalists=FIT_FINALISTS, say=say)
+            plan, code = fitted.plan, fitted.plan.exit_code
         else:
             checked = MOST_CHECKED if flags.fix else 0
             plan = make_plan(run, target, check_edits=checked, expert_load=flags.expert_load, say=say)
@@ -61,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     if ranked:
         report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         search.show(ranked, console, _run_words(arguments or sys.argv))
+    if fitted:
+        report["remat_fit"] = fitted.to_json()
+        for line in fitted.lines():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     show.show(report, console)
     if folder:
         workdir.write_json(folder / "plan.json", report)
@@ -160,7 +170,11 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here")
     parser.add_argument("--fewest", metavar="FAMILY", help="the smallest h100, v5e, h100@25GB/s that fits")
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
-    parser.add_argument("--fix", action="store_true", help="compile the first edits that should make it fit")
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="compile the first edits that should make it fit; or resolve remat.policy=fit",
+    )
     parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
     parser.add_argument(
         "--expert-load",

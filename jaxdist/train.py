@@ -3,19 +3,24 @@
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
+from jaxdist.parallel.remat import FIT
 from jaxdist.resilience import elastic
 from jaxdist.resilience.preemption import own_process
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.ledger import JOIN
 from jaxdist.trainer import cli, trainer
+from jaxdist.trainer.run_config import RunConfig
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
             jax.config.update("jax_num_cpu_devices", emulated)
-        dry_run.dry_run(config, jax.devices())
+        dry_run.dry_run(_resolved(config), jax.devices())
         return 0
     folder = Path(flags.workdir or default_workdir(flags.config))
     try:
@@ -35,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
                 _prepare()
                 count = jax.local_device_count()
             full = coordination.broadcast(elastic.full_devices(os.environ, folder, per_process=count))
+            config = _resolved(config, watch.lively(print_safe), folder=folder, full_devices=full)
             trainer.run(config, folder, title=flags.config, full_devices=full, watch=watch)
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
@@ -50,6 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {planner.explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
         return 1
     return 0
+
+
+def _resolved(config: RunConfig, say: Callable[[str], None] = print_safe, **options: Any) -> RunConfig:
+    """Returns the run with its `remat.policy=fit` resolved, or as it was resolved before."""
+    if config.remat.policy != FIT and not config.remat.fitted:
+        return config
+    fit_remat = extras.load("jaxdist.planner.fit_remat")  # here: as above
+    return fit_remat.resolve(config, jax.devices(), say=say, **options)
 
 
 def _prepare() -> None:

@@ -23,6 +23,7 @@ from jaxdist.ops.cross_entropy import cross_entropy
 from jaxdist.ops.embedding import embed
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
+from jaxdist.protocols.layer_scan import scan_layers
 from jaxdist.protocols.model import (
     Batch,
     BlockInfo,
@@ -35,7 +36,6 @@ from jaxdist.protocols.model import (
     layers_of,
     pattern_of,
     run_blocks,
-    scan_layers,
     shared_fields,
     stack,
     staged_loss,

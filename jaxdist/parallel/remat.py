@@ -4,16 +4,19 @@ A policy is a name: `none` saves all that autodiff wants, `full` only a block's 
 outputs of matrix products with parameters and of attention (never its scores). `save:NAME,NAME`
 saves a block's input and the activations so named with `checkpoint_name`; `offload:NAME,NAME` moves
 them to the host's memory and back instead; `save:NAME+offload:NAME` does both. All keep the order of
-experts' rows.
+experts' rows. The policy `fit` is no policy yet: commands resolve it into one (`planner.fit_remat`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import ConfigError, suggest
+from jaxdist.config.annotations import NonNegativeInt, PositiveInt
+from jaxdist.protocols.model import Recompute
 
 INPUT = "block_input"  # what is always kept; naming it says where
 RESIDUALS = "attention_residuals"  # what attention's backward pass reads: output and logsumexp
@@ -23,6 +26,11 @@ EXPERT_ORDER = "expert_order"  # of a device's rows, and their experts; always k
 # and a near-tie that is computed again cannot fall the other way
 FP8_PRODUCTS = "fp8_products"  # of 8-bit floats, with their scales
 RESIDUAL_STREAM = (INPUT, PROJECTED, "mlp_out")  # those that sequence parallelism splits over tensor
+FIT = "fit"
+NOT_RESOLVED = (
+    "remat.policy=fit: the commands `jaxdist train` and `jaxdist plan --fix` resolve it for the devices at "
+    "hand; elsewhere give the policy that they print"
+)
 # Names that our models give to activations, for `save:` and `offload:` policies.
 NAMES = (
     INPUT,
@@ -42,11 +50,44 @@ NAMES = (
 class RematConfig:
     """What a block keeps for its backward pass."""
 
-    policy: str = "dots"  # none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
+    policy: str = "dots"  # fit | none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
+    layers: NonNegativeInt = (
+        0  # so many at the stack's end follow the policy, others keep inputs alone; 0 = all
+    )
+    every: PositiveInt = 1  # layers computed again together: of them the first one's input alone is kept
+    fitted: str = ""  # devices and layout that policy=fit was resolved for; `train` writes it
+
+    def __str__(self) -> str:
+        end = f" in the last {self.layers} layers" if self.layers else ""
+        return self.policy + end + (f" in groups of {self.every} layers" if self.every > 1 else "")
+
+    @property
+    def others(self) -> str:
+        """The policy of the layers before the last `layers`: their inputs lie where the others' do."""
+        return f"offload:{INPUT}" if INPUT in named_in(self.policy)["offload"] else "full"
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the policy."""
-        return policy_faults(self.policy, "remat.policy", ("none", "full", "dots"))
+        """Returns what is wrong with the values."""
+        if self.policy == FIT:
+            return [NOT_RESOLVED]
+        faults = policy_faults(self.policy, "remat.policy", ("none", "full", "dots"))
+        if self.layers and self.every > 1:
+            faults.append(
+                f"remat.layers={self.layers} and remat.every={self.every}: groups are of layers of one "
+                f"policy; set remat.layers=0 or remat.every=1"
+            )
+        return faults
+
+    def stack_faults(self, layers: int, where: str, group: int = 1) -> Iterator[str]:
+        """Yields why `every` does not cut up the layers that lie somewhere, where `group` of them repeat."""
+        if self.every == 1 or not (layers % self.every or self.every % group):
+            return
+        legal = [n for n in range(1, layers + 1) if layers % n == 0 and (n % group == 0 or n == 1)]
+        whole = f" and hold whole groups of the {group} that repeat" if group > 1 else ""
+        yield (
+            f"remat.every={self.every}: must divide the {layers} layers of {where}{whole}; set it to one of "
+            f"{', '.join(map(str, legal))}"
+        )
 
 
 def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
@@ -73,6 +114,19 @@ def named_in(policy: str) -> dict[str, list[str]]:
     """Returns the names that a policy saves and offloads; none for a policy without names."""
     parts = [part.partition(":") for part in policy.split("+")]
     return {"save": [], "offload": []} | {kind: names.split(",") for kind, colon, names in parts if colon}
+
+
+def recompute(config: RematConfig | str) -> Recompute:
+    """Returns how a stack's layers are computed again.
+
+    Raises:
+      ConfigError: unknown policy or activation name.
+    """
+    config = RematConfig(config) if isinstance(config, str) else config
+    own, full, others = (
+        partial(rematerialised, policy=policy) for policy in (config.policy, "full", config.others)
+    )
+    return Recompute(own, full, config.every, config.layers, others)
 
 
 def rematerialised(block: Callable, policy: str) -> Callable:

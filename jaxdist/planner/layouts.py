@@ -34,6 +34,7 @@ from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.planner import context, experts, formulas, memory
+from jaxdist.planner.estimate import Estimate, mixed
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
@@ -51,49 +52,11 @@ KEYS = (
     *(f"mesh.{axis}" for axis in (*SEARCHED, *EXPERT_AXES, *SEQUENCE_AXES)),
     *(f"mesh.dcn.{axis}" for axis in SEARCHED if axis in CROSSING_AXES),
     "mesh.zero", "mesh.sequence_parallel", "batch.accumulation", "pipeline.schedule", "pipeline.microbatches",
-    "pipeline.chunks", "remat.policy", "context.attention",
+    "pipeline.chunks", "remat.policy", "remat.layers", "remat.every", "context.attention",
 )  # fmt: skip
 _EXPERTS = "hidden rows of experts"
 _MADE_BY = {"out": "attention_projection", "gate": "mlp_gate", "up": "mlp_up", "down": "mlp_out"}
 _WIDE = ("query", "key", "value", "mlp_gate", "mlp_up")  # activations not of the model's width
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of a step on each device."""
-
-    compute: float  # products, recomputed ones included, and attention
-    bubble: float  # of a pipeline
-    update: float  # state and summed gradients, read and written
-    gathers: float  # of weights
-    gradients: float
-    tensor: float  # sums of activations
-    stages: float  # what stages hand on, and their sums over the vocabulary
-    exchange: float  # rows that go to experts and back
-    context: float  # what attention over a split sequence moves
-    host: float  # offloaded activations
-    hides: bool  # whether the compiler runs gathers and gradients beside compute
-
-    @property
-    def busy_s(self) -> float:
-        return self.compute + self.bubble + self.update
-
-    @property
-    def network_s(self) -> float:
-        return math.fsum(
-            (self.gathers, self.gradients, self.tensor, self.stages, self.exchange, self.context)
-        )
-
-    @property
-    def bound_s(self) -> float:
-        """The least: all at once."""
-        return max(self.busy_s, self.network_s, self.host)
-
-    @property
-    def step_s(self) -> float:
-        beside = self.gathers + self.gradients if self.hides else 0.0
-        covered = min(beside, self.busy_s) + min(self.host, self.busy_s)
-        return self.busy_s + self.network_s + self.host - covered
 
 
 @dataclass(frozen=True)
@@ -116,7 +79,7 @@ class Candidate:
         form = run.context.attention if self.shape.sizes[context.AXIS] > 1 else "auto"
         words += [f"attention by {form}"] * (form != "auto")
         if self.shape.sizes["pipeline"] == 1:
-            return ", ".join([*words, f"remat {run.remat.policy}"])
+            return ", ".join([*words, f"remat {run.remat}"])
         chunks = f" x {flow.chunks} chunks" if flow.chunks > 1 else ""
         return ", ".join([*words, f"{flow.schedule}{chunks}, {flow.microbatches} microbatches"])
 
@@ -202,7 +165,7 @@ def candidates(
     expert_load: float = 1.0,
 ) -> Iterator[Candidate]:
     """Yields every layout on the legal meshes; `expert_load`: see `plan.make_plan`."""
-    model = _Model(run, target, spec, *legal[0])
+    model = Model(run, target, spec, *legal[0])
     model.rounds = experts.rounds(expert_load)
     for placed, shape in [(one, where) for own, where in legal for one in model.forms(own, where)]:
         staged = shape.sizes["pipeline"] > 1  # stages recompute as pipeline.remat says
@@ -212,7 +175,8 @@ def candidates(
         parts = list(_parts(placed, shape, max(spec.depth, 1)))
         for zero, split, part, policy in product(zeros, splits, parts, policies):
             mesh = replace(placed.mesh, zero=zero, sequence_parallel=split)
-            one = replace(part, mesh=mesh, remat=replace(run.remat, policy=policy))
+            own = run.remat if policy == run.remat.policy else remat.RematConfig(policy)
+            one = replace(part, mesh=mesh, remat=own)
             yield Candidate(one, shape, model.estimate(one, shape), model.state_bytes(one, shape))
 
 
@@ -240,7 +204,7 @@ def _rules(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Rules:
     return build.rules_for(run, spec, shape)
 
 
-class _Model:
+class Model:
     """A step's time and state by arithmetic, for the layouts of one run.
 
     `legal`, `shape`: any layout, from whose optimizer state the bytes per parameter are taken.
@@ -298,6 +262,16 @@ class _Model:
         return self.dense / split, self.in_experts / split / shape.sizes["expert"]
 
     def estimate(self, run: RunConfig, shape: MeshShape) -> Estimate:
+        """Returns the seconds of a layout; of one with `remat.layers` as many of each kind as there are."""
+        layers = run.remat.layers if shape.sizes["pipeline"] == 1 else 0
+        if not 0 < layers < (depth := self.depth * self.spec.block_layers):
+            return self._estimate(run, shape)
+        shares = (layers / depth, 1 - layers / depth)
+        policies = (run.remat.policy, run.remat.others)
+        runs = (replace(run, remat=remat.RematConfig(policy)) for policy in policies)
+        return mixed([self._estimate(own, shape) for own in runs], shares)
+
+    def _estimate(self, run: RunConfig, shape: MeshShape) -> Estimate:
         stages, gpu = shape.sizes["pipeline"], self.target.platform == "gpu"
         flow, chunks = (run.pipeline.microbatches, run.pipeline.chunks) if stages > 1 else (1, 1)
         ticks = (flow + (stages - 1) / chunks) / flow  # 1, and what is computed for nothing
@@ -310,15 +284,18 @@ class _Model:
         sums_of_layer += run.mesh.sequence_parallel and policy != "none"
         sums = sums_of_layer * self.depth / stages * ticks + 3
         reading = 3 * passes * sum(self._local(shape)) * self.computed / self.hbm
-        compute = max(self._compute(policy, stages * chunks, attention), reading)
+        grouped = run.remat.every > 1  # the forward pass runs once more, but for a group's last product
+        again = grouped * (1 - self._part("mlp_out") / run.remat.every)
+        compute = max(self._compute(policy, stages * chunks, attention, again), reading * (3 + grouped) / 3)
         gathers, gradients, update = self._parameters(run, shape, passes)
+        gathers *= (2 + grouped) / 2 if run.mesh.zero >= 3 else 1
         return Estimate(
             compute=compute,
             bubble=compute * (1 / (1 - bubble_fraction(stages, flow, chunks)) - 1),
             update=update,
             gathers=gathers,
             gradients=gradients,
-            tensor=self._time("all-reduce", sums * x, shape, "tensor"),
+            tensor=self._time("all-reduce", (sums + 2 * grouped * self.depth / stages) * x, shape, "tensor"),
             stages=self._time("collective-permute", 2 * chunks * ticks * x, shape, "pipeline")
             + self._time("all-reduce", 3 * ticks * x, shape, "pipeline"),
             exchange=self._exchange(shape, ticks),
@@ -390,26 +367,32 @@ class _Model:
         """Returns the devices that share out the tokens."""
         return shape.batch_shards * shape.sizes[context.AXIS]
 
-    def _compute(self, policy: str, places: int, attention: context.Attention) -> float:
-        """Returns seconds at peak; layers are padded to so many places."""
+    def _compute(self, policy: str, places: int, attention: context.Attention, again: float = 0) -> float:
+        """Returns seconds at peak.
+
+        Args:
+          places: that layers are padded to.
+          again: share of a forward pass that runs beside what the policy says.
+        """
         gpu = self.target.platform == "gpu"
         blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
         padded = -(-self.depth // places) * places / self.depth
-        products = self.products + blocks * (padded * (1 + self._again(policy) / 3) - 1)
+        products = self.products + blocks * (padded * (1 + (self._again(policy) + again) / 3) - 1)
         if gpu:  # a share of each expert's rows is padded; hidden rows are computed again
             rows = 6.0 * self.by_experts + 2.0 * self.made[_EXPERTS]
             products += (SHARE_SLACK - 1) * rows * self.tokens
-        return products * self.paced / self.target.num_devices / self.peak + self._kernels(policy, attention)
+        kernels = self._kernels(policy, attention, more=again > 0)
+        return products * self.paced / self.target.num_devices / self.peak + kernels
 
-    def _kernels(self, policy: str, attention: context.Attention) -> float:
-        """Returns the seconds of attention on the device that has most of it."""
+    def _kernels(self, policy: str, attention: context.Attention, more: bool = False) -> float:
+        """Returns the seconds of attention on the device that has most of it; `more`: forward once more."""
         kept, gpu = _kept_names(policy), self.target.platform == "gpu"
         if gpu:  # cuDNN's residuals have no name by which they could be moved to the host
             kept = kept - {*remat.named_in(policy)["offload"]}
         once = policy in ("none", "dots") or remat.RESIDUALS in kept
         # A GPU's kernel knows no parts of a sequence: elsewhere XLA computes all of the square.
         most = attention.busiest if not gpu else 2.0 if attention.by_parts else 1.0
-        flops = (1 + (not once) + (2.5 if gpu else 3.5)) * self.attention * most
+        flops = (1 + (not once) + more + (2.5 if gpu else 3.5)) * self.attention * most
         return flops / self.reached / self.target.num_devices / self.peak
 
     def _again(self, policy: str) -> float:

@@ -12,6 +12,7 @@ That values live so long was read from the buffer assignments of libtpu 0.0.42.1
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import experts
-from jaxdist.planner.blocks import LANES, sample_tokens, trace
+from jaxdist.planner.blocks import LANES, Block, ExpertCall, sample_tokens, trace
 from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
@@ -162,7 +163,14 @@ class _Step:
         sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
+        if self.cut and self.cut.grouped:
+            inner = run.remat.policy
         self.block = trace(run, spec, rules, inner, platform)
+        self.full = trace(run, spec, rules, "full", platform) if run.remat.every > 1 else self.block
+        self.last = run.remat.layers // max(spec.block_layers, 1) if spec.staged else 0
+        self.rest = (
+            trace(run, spec, rules, run.remat.others, platform) if 0 < self.last < spec.depth else None
+        )
         self.tokens = sequences * sample_tokens(run, rules)
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
@@ -180,7 +188,7 @@ class _Step:
         """A chunk of logits, their gradients, and the head, on top of what the layers kept."""
         chunk = min(self.run.model.get("loss_chunk") or self.tokens, self.tokens)
         vocabulary = self._head(vocabulary=True)
-        return self._around_backward() | {
+        return self._around_backward(self._kept()) | {
             "gathered weights": self._head() * self.compute + self._gathered_once(),
             "logits": chunk * vocabulary * (4 + self.compute),  # float32, and their gradient
             # The last output and its gradient, and those of a chunk of all who share out the vocabulary.
@@ -196,10 +204,17 @@ class _Step:
         The head's is reduced after the layers, unless they are `ordered`. Experts have moments of their own,
         in which the values of what comes before them are there, too.
         """
-        block, sizes = self.block, self._in_layers()
-        sizes["keys of other devices"] = self.keys * (self.policy != "none")
+        yield from self._in_backward_of(self.block, self._in_layers(self._kept()), self.policy)
+        if self.rest:  # of the layers before the last ones, whose values are gone
+            sizes = self._in_layers(
+                self._kept_by(self.rest, self.spec.depth - self.last, self.run.remat.others)
+            )
+            yield from self._in_backward_of(self.rest, sizes, self.run.remat.others)
+
+    def _in_backward_of(self, block: Block, sizes: Components, policy: str) -> Iterator[Components]:
+        sizes["keys of other devices"] = self.keys * (policy != "none")
         if block.experts:
-            for moment in self._in_experts():
+            for moment in self._in_experts(block.experts):
                 work = sizes["working set"] + self.times * (block.working - block.largest) + moment.rows
                 more = {"gathered weights": self._gathered_once() or moment.gathered, "working set": work}
                 more["unreduced gradients"] = sizes["unreduced gradients"] + moment.gradients
@@ -219,13 +234,12 @@ class _Step:
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
 
-    def _in_experts(self) -> Iterator[experts.Moment]:
+    def _in_experts(self, call: ExpertCall) -> Iterator[experts.Moment]:
         """Yields what the experts' backward passes hold."""
-        assert self.block.experts is not None
         parts = self.rules.shape.sizes[experts.AXIS]
         scattered = self.rules.shape.sizes["fsdp"] > 1 and self.rules.zero >= 2
         return experts.moments(
-            self.block.experts, self.tokens, parts, self.compute, platform=self.platform, scattered=scattered
+            call, self.tokens, parts, self.compute, platform=self.platform, scattered=scattered
         )
 
     def _narrow_state(self) -> int:
@@ -246,9 +260,9 @@ class _Step:
         narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
         return int(sum(narrow) * (self.stored + share))
 
-    def _in_layers(self) -> Components:
+    def _in_layers(self, kept: Components) -> Components:
         """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""
-        sizes = self._around_backward() | {"working set": 0}
+        sizes = self._around_backward(kept) | {"working set": 0}
         if self.ordered:
             sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
             sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
@@ -257,16 +271,18 @@ class _Step:
             sizes["unreduced gradients"] = 0  # a tick reduces the head's for itself
             layer_gradients //= self.cut.config.chunks
             # With layers a chunk's inputs, taken from their slots.
-            kept = self.times * sum(size for _, size in self.block.kept)
-            sizes["working set"] = self.cut.dims[2] * (self.x_kept if self.policy == "layers" else kept)
+            each = self.times * sum(size for _, size in self.block.kept)
+            inputs = self.cut.kept_inputs * self.x_kept
+            sizes["working set"] = inputs if self.policy == "layers" else self.cut.dims[2] * each
         sizes["gradients"] += layer_gradients
+        sizes["saved in a group"] = self._in_group()
         return sizes
 
-    def _around_backward(self) -> Components:
+    def _around_backward(self, kept: Components) -> Components:
         """What is alive from the loss to the end of the backward pass."""
         several = self.run.batch.accumulation > 1 or self.cut
         cast = self.compute != self.stored
-        sizes = self.state | self._kept()
+        sizes = self.state | kept
         sizes["gradients"] = self._sum(self.rules.gradient, 4) if several else 0  # of earlier parts
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
@@ -277,20 +293,40 @@ class _Step:
     def _kept(self) -> Components:
         """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
         if self.cut:
-            depth = self.cut.dims[2] if self.policy == "layers" else 1
+            each = self.cut.kept_inputs if self.policy == "layers" else 1
             inputs, gradients = _slots(self.cut)
-            slots = (inputs + 1) * depth + gradients + 1
+            slots = (inputs + 1) * each + gradients + 1
             return {"pipeline slots": slots * self.x_kept}
-        depth = self.spec.depth if self.block.kept else 0
-        offloaded = remat.named_in(self.policy)["offload"]
+        depth = self.spec.depth
+        if self.run.remat.every > 1:
+            order = tuple(one for one in self.full.kept if one[0] != remat.INPUT)
+            groups = depth * self.spec.block_layers // self.run.remat.every
+            kept = self._kept_by(replace(self.full, kept=order), depth, "full")
+            return kept | {f"saved: {remat.INPUT}": groups * self.x_kept * bool(self.full.kept)}
+        if self.rest is None:
+            return self._kept_by(self.block, depth, self.policy)
+        before = self._kept_by(self.rest, depth - self.last, self.run.remat.others)
+        return dict(Counter(before) + Counter(self._kept_by(self.block, self.last, self.policy)))
+
+    def _kept_by(self, block: Block, count: int, policy: str) -> Components:
+        """What so many blocks keep under a policy."""
+        offloaded = remat.named_in(policy)["offload"]
         kept = Counter[str]()
-        for name, size in self.block.kept:
+        for name, size in block.kept:
             split = name in remat.RESIDUAL_STREAM and self.rules.sequence_parallel
             shards = self.rules.shape.sizes["tensor"] if split else 1
-            kept[HOST if name in offloaded else f"saved: {name}"] += size * depth * self.times // shards
-        if self.policy == "none":
-            kept["saved: keys of other devices"] = self.keys * depth
+            kept[HOST if name in offloaded else f"saved: {name}"] += size * count * self.times // shards
+        if policy == "none":
+            kept["saved: keys of other devices"] = self.keys * count
         return dict(kept)
+
+    def _in_group(self) -> int:
+        """What the layers of a group keep while its backward pass runs; 0 where each is computed alone."""
+        if (every := self.run.remat.every) == 1:
+            return 0
+        count = every // self.spec.block_layers
+        kept = self._kept_by(self.block, count, self.run.remat.policy)
+        return sum(kept.values()) - kept.get(HOST, 0)
 
     # --- parameters and state -------------------------------------------------------------------
 

@@ -308,7 +308,7 @@ def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
         "unit": build.unit(run),  # that speeds and costs count
         "global_size": run.batch.global_size,
         "sequence_length": run.batch.sequence_length,
-        "remat": run.remat.policy,
+        "remat": str(run.remat),
     }
 
 

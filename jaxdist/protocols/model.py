@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError
+from jaxdist.protocols.layer_scan import scan_layers
 
 Batch = Mapping[str, jax.Array]
 
@@ -144,6 +145,27 @@ def _in_order(layers: Sequence[Callable[..., BlockOutput]], x: jax.Array, infos:
 
 
 Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
+Transform = Callable[[Block], Block]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What of a stack's layers is computed again, where that is more than one wrapper of all."""
+
+    layer: Transform  # wraps a layer
+    group: Callable[[Callable], Callable] = lambda run: run  # wraps `run(parameters, x, first)` of a group
+    every: int = 1  # layers of a group
+    last: int = 0  # layers at the end that are wrapped so; 0: all
+    others: Transform = lambda block: block  # wraps those before them, and `first_blocks`
+
+    @classmethod
+    def of(cls, transform: "Transform | Recompute") -> "Recompute":
+        return transform if isinstance(transform, Recompute) else cls(transform)
+
+    @property
+    def before(self) -> Transform:
+        """Wraps layers that come before the stack."""
+        return self.others if self.last else self.layer
 
 
 def run_blocks(
@@ -151,7 +173,7 @@ def run_blocks(
     x: jax.Array,
     key: jax.Array | None,
     fields: dict[str, jax.Array],
-    transform: Callable[[Block], Block] = lambda block: block,
+    transform: Transform | Recompute = lambda block: block,
     *,
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
@@ -159,21 +181,52 @@ def run_blocks(
     """Returns the stack applied to x by a scan, the sums of the blocks' aux terms, and stats [L, ...].
 
     Args:
-      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation.
+      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation; or says more.
       first: global number of the first layer, where the stack is a part of the model's.
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
-    layers = [transform(_applied(graph)) for graph in graphs]
+    how, kinds, stride = Recompute.of(transform), pattern or pattern_of(blocks), len(graphs)
 
-    def one_block(x, layer, parameters, kind):
-        calls = [partial(apply, own) for apply, own in zip(layers, parameters, strict=True)]
-        x, *sums = _in_order(calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind)))
-        return x, sums
+    def run(wrap: Transform, states, x, first, kinds=kinds):
+        layers = [wrap(_applied(graph)) for graph in graphs]
 
-    kinds, stride = pattern or pattern_of(blocks), len(layers)
-    x, (aux, stats) = scan_layers(one_block, x, states, kinds, first=first, stride=stride)
+        def one_block(x, layer, parameters, kind):
+            calls = [partial(apply, own) for apply, own in zip(layers, parameters, strict=True)]
+            x, *sums = _in_order(calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind)))
+            return x, sums
+
+        return scan_layers(one_block, x, states, kinds, first=first, stride=stride)
+
+    depth = jax.tree.leaves(states)[0].shape[0]
+    if how.every > stride:
+        x, sums = _in_groups(partial(run, how.layer), how, states, x, first, how.every // stride)
+    elif 0 < (last := how.last // stride) < depth:
+        cut = depth - last
+        parts = [jnp.split(leaf, [cut]) for leaf in jax.tree.leaves(states)]  # whose gradients are joined
+        fore, rear = (
+            jax.tree.unflatten(jax.tree.structure(states), part) for part in zip(*parts, strict=True)
+        )
+        turn = cut % len(kinds)
+        x, sums = run(how.others, fore, x, first)
+        x, more = run(how.layer, rear, x, first + cut * stride, (*kinds[turn:], *kinds[:turn]))
+        sums = jax.tree.map(lambda *own: jnp.concatenate(own), sums, more)
+    else:
+        x, sums = run(how.layer, states, x, first)
+    aux, stats = sums
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+
+
+def _in_groups(run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int) -> tuple[Any, Any]:
+    """Returns what a scan over groups of `size` of a stack's items gives, each wrapped as one."""
+    groups = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), states)
+    apply = how.group(run)
+
+    def one_group(x, layer, parameters, kind):
+        return apply(parameters, x, layer)
+
+    x, sums = scan_layers(one_group, x, groups, ("",), first=first, stride=how.every)
+    return x, jax.tree.map(lambda own: own.reshape(-1, *own.shape[2:]), sums)
 
 
 def _applied(graph: Any) -> Block:
@@ -236,63 +289,18 @@ def pattern_of(blocks: Any) -> tuple[str, ...]:
     return getattr(blocks, "layer_pattern", ("",))
 
 
-def scan_layers(
-    body: Callable[..., tuple[Any, Any]],
-    carry: Any,
-    state: Any,
-    pattern: tuple[str, ...],
-    *,
-    first: int | jax.Array = 0,
-    stride: int = 1,
-    reverse: bool = False,
-) -> tuple[Any, Any]:
-    """Returns the last carry and what the layers gave, stacked: `jax.lax.scan` where layers differ.
-
-    A layer's kind is static in the body. So a pattern of several kinds is a scan over groups of
-    layers, and one over the group of those beyond whole groups.
-
-    Args:
-      body: (carry, layer number, its parameters, its kind) -> (carry, what it gives).
-      state: parameters, and what else each layer has, [L, ...].
-      first: number of the first layer.
-      stride: layers of each item, where it is a group; the body gets the number of the first of them.
-    """
-    depth, period = jax.tree.leaves(state)[0].shape[0], len(pattern)
-    items = (first + jnp.arange(0, depth * stride, stride), state)
-    if period == 1:
-        return jax.lax.scan(lambda carry, item: body(carry, *item, *pattern), carry, items, reverse=reverse)
-    turn = -1 if reverse else 1
-
-    def one_group(carry, items):
-        leaves, structure = jax.tree.flatten(items)
-        layers = [jax.tree.unflatten(structure, each) for each in zip(*map(jnp.unstack, leaves), strict=True)]
-        outputs = []
-        for item, kind in list(zip(layers, pattern, strict=False))[::turn]:
-            carry, out = body(carry, *item, kind)
-            outputs.append(out)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs[::turn])
-
-    whole, outputs = depth - depth % period, []
-    for start, stop, size in [(0, whole, period), (whole, depth, depth - whole)][::turn]:
-        if start < stop:
-            part = jax.tree.map(lambda x: x[start:stop].reshape(-1, size, *x.shape[1:]), items)  # noqa: B023
-            carry, out = jax.lax.scan(one_group, carry, part, reverse=reverse)
-            outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs[::turn])
-
-
 def staged_loss(
-    model: Any, batch: Batch, key: jax.Array | None, transform: Callable[[Block], Block] = lambda block: block
+    model: Any, batch: Batch, key: jax.Array | None, transform: Transform | Recompute = lambda block: block
 ) -> Loss:
     """Returns the loss of a staged model."""
     fields, first = shared_fields(model, batch), layers_before(model)
-    x = embedded(model, batch, key, transform)
+    x = embedded(model, batch, key, Recompute.of(transform).before)
     output = run_blocks(model.blocks, x, key, fields, transform, first=first)
     return with_block_sums(as_loss(model.head(output.x, batch), batch), output.aux, output.stats)
 
 
 def embedded(
-    model: Any, batch: Batch, key: jax.Array | None, transform: Callable[[Block], Block] = lambda block: block
+    model: Any, batch: Batch, key: jax.Array | None, transform: Transform = lambda block: block
 ) -> jax.Array:
     """Returns what enters `blocks`: the embedding, and of a model with `first_blocks` what these make of it.
 

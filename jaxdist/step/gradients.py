@@ -13,7 +13,7 @@ from jaxdist.parallel.pipeline.executor import pipeline_sums
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
-from jaxdist.parallel.remat import rematerialised
+from jaxdist.parallel.remat import RematConfig, recompute
 from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.param_names import STACKED
@@ -33,14 +33,14 @@ class Sums(NamedTuple):
     model_state: Tree  # no sum: that before, or after a batch in one part
 
 
-def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
+def build_objective(spec: ModelSpec, *, compute: str, remat: RematConfig | str) -> Objective:
     """Returns `objective(trainable, model_state, frozen, batch, key, scale) -> (objective, (Loss, state))`.
 
     The objective is the sum of losses and aux terms.
 
     Args:
       compute: dtype of matrix products and activations; `execution.activate` is told the same.
-      remat: policy for the blocks of a staged model; a model without blocks is not touched.
+      remat: policy for the blocks of a staged model, or more; a model without blocks is not touched.
     """
 
     def objective(trainable, model_state, frozen, batch, key, scale=None):
@@ -51,7 +51,7 @@ def build_objective(spec: ModelSpec, *, compute: str, remat: str) -> Objective:
             own_key = jax.random.fold_in(key, batch["sample"][0])
         model = assembled(spec, compute, trainable, model_state, frozen, own_key)
         if spec.staged:
-            loss = staged_loss(model, batch, key, lambda block: rematerialised(block, remat))
+            loss = staged_loss(model, batch, key, recompute(remat))
         else:
             loss = as_loss(model.loss(batch, key), batch)
         after = spec.state_of(model) if model_state else model_state

@@ -23,6 +23,7 @@ from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.precision import Matmul
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
@@ -57,7 +58,7 @@ class StepConfig:
     matmul: Matmul = "compute"
     fp8_small_kernels: bool = False
     reduce_over_replicas: Reduce = "auto"  # mesh.reduce
-    remat: str = "dots"
+    remat: RematConfig | str = "dots"  # or its policy
     loss_scale: DynamicLossScale | None = None  # None: the backward pass begins with 1
     ema_decay: float = 0.0
     moments_in: str | None = None  # memory kind where optimizer state waits; None: it stays on the device

@@ -84,7 +84,7 @@ def build_step(
         fp8_small_kernels=run.precision.fp8_small_kernels,
         loss_scale=loss_scale(run),
         reduce_over_replicas=run.mesh.reduce,
-        remat=run.remat.policy,
+        remat=run.remat,
         ema_decay=run.train.ema_decay,
         moments_in=HOST if run.offload.optimizer else None,
         staging=staging(run, spec, rules.shape),
@@ -112,7 +112,8 @@ def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None
     """Returns how a pipeline cuts up the model's layers; None without one."""
     if shape.sizes["pipeline"] == 1:
         return None
-    return Staging(run.pipeline, spec.depth, shape.sizes["pipeline"], spec.period, spec.block_layers)
+    stages = shape.sizes["pipeline"]
+    return Staging(run.pipeline, spec.depth, stages, spec.period, spec.block_layers, run.remat)
 
 
 def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:

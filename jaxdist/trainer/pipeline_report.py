@@ -37,7 +37,8 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     """Returns what the schedule comes to for a validated run; None without a pipeline.
 
     A backward is two forwards and those that it recomputes: from kept inputs one, and with
-    pipeline.remat=full over several layers each of them once more. The head's is not recomputed.
+    pipeline.remat=full over several layers, or remat.policy=full in groups, each of them once more. The
+    head's is not recomputed.
     Norms, softmax, lookups and the optimizer are left out, attention counts causally.
     """
     cut = staging(run, spec, rules.shape)
@@ -52,12 +53,13 @@ def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> Pipeline
     depth = cut.dims[2]
     layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
     loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge + first)
-    again = 2 if cut.remat == "full" and depth > 1 else 1
+    twice = cut.recompute.policy == "full" if cut.grouped else cut.remat == "full" and depth > 1
+    again = 2 if twice else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
     costs = Costs(chunks, back, head=3 * head, first=first, edges="sharded" if split else "last")
     schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
-    kept = depth if cut.remat == "layers" else 1
+    kept = cut.kept_inputs if cut.remat == "layers" else 1
     return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
 
 

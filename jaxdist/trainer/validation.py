@@ -109,6 +109,7 @@ def validate_on(
 def _axis_faults(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
     """Yields which mesh axes the model or the batch is not made for."""
     yield from _pipeline_faults(run, rules.shape, spec)
+    yield from _remat_faults(run, rules.shape, spec)
     yield from _expert_faults(rules.shape, spec)
     yield from _context_faults(run, rules)
 
@@ -202,6 +203,20 @@ def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Itera
     cut = run_build.staging(run, spec, shape)
     assert cut is not None
     yield from cut.faults()
+
+
+def _remat_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
+    """Yields why the stack's layers cannot be computed again in such parts; of a pipeline's see `Staging`."""
+    own, layers = run.remat, spec.depth * spec.block_layers if spec.staged else 0
+    if shape.sizes["pipeline"] > 1:
+        return
+    if not spec.staged and (own.layers or own.every > 1):
+        yield f"remat.layers, remat.every: {spec.model_class.__name__} has no blocks; leave them out"
+        return
+    if own.layers > layers or own.layers % spec.block_layers:
+        each = f", in groups of {spec.block_layers}" if spec.block_layers > 1 else ""
+        yield f"remat.layers={own.layers}: the stack has {layers} layers{each}; set it to a part of them"
+    yield from own.stack_faults(layers, "the stack", spec.period * spec.block_layers)
 
 
 def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:

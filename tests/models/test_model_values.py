@@ -18,7 +18,8 @@ from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import rematerialised
-from jaxdist.protocols.model import pattern_of, run_blocks, scan_layers, shared_fields
+from jaxdist.protocols.layer_scan import scan_layers
+from jaxdist.protocols.model import pattern_of, run_blocks, shared_fields
 from jaxdist.step.train_step import StepConfig
 from support.models import FAST_COMPILE, MIXED, TINY, batch_of, model_of, run, spec_of, worst
 

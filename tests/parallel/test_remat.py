@@ -15,6 +15,8 @@ from jaxdist.ops.attention import attention
 from jaxdist.parallel import execution, remat, sharding
 from jaxdist.parallel import mesh as meshes
 from jaxdist.protocols.model import staged_loss
+from jaxdist.telemetry.flops import jaxpr_flops
+from support.models import FAST_COMPILE
 
 POLICIES = (
     "full",
@@ -37,7 +39,9 @@ def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
     }
 
 
-def gradients(policy: str, model: TransformerConfig = CONFIG, **sizes: int):
+def gradients(
+    policy: remat.RematConfig | str, model: TransformerConfig = CONFIG, length: int = 32, **sizes: int
+):
     """Returns the jitted gradient function of a small model and its argument."""
     graph, state = nnx.split(Transformer(model, rngs=nnx.Rngs(0)))
     config = meshes.MeshConfig(data=1, **(sizes or {"fsdp": 4, "tensor": 2}))
@@ -45,9 +49,10 @@ def gradients(policy: str, model: TransformerConfig = CONFIG, **sizes: int):
     rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size))
 
     def loss(state):
-        transform = functools.partial(remat.rematerialised, policy=policy)
         with execution.activate(mesh, rules):
-            return staged_loss(nnx.merge(graph, state), batch(), None, transform).sum
+            return staged_loss(
+                nnx.merge(graph, state), batch(length=length), None, remat.recompute(policy)
+            ).sum
 
     return jax.jit(jax.grad(loss)), state
 
@@ -65,6 +70,75 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     assert (moved > 0) == ("offload" in policy)
     for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+PARTS = (
+    remat.RematConfig("full", every=3),
+    remat.RematConfig("dots", layers=1),
+    remat.RematConfig("save:mlp_up+offload:block_input", layers=2),
+)
+
+
+@pytest.mark.parametrize("config", PARTS, ids=str)
+def test_gradients_do_not_depend_on_which_layers_are_computed_again(config):
+    function, state = gradients(config)
+    for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@functools.cache
+def products(policy: remat.RematConfig | str) -> float:
+    """Returns the FLOPs of a gradient's products, on one device."""
+    function, state = gradients(policy, fsdp=8)
+    return jaxpr_flops(function.trace(state).jaxpr)
+
+
+def test_layers_that_save_more_compute_less_again():
+    full, dots = products("full"), products("dots")
+    assert products("none") <= dots < full
+    for layers in (1, 2):
+        mixed = products(remat.RematConfig("dots", layers=layers))
+        assert mixed == pytest.approx(full + (dots - full) * layers / 3, rel=1e-12)
+    # A group's forward pass runs once more; that of its layers, too, if they keep inputs alone.
+    assert products(remat.RematConfig("none", every=3)) < products(remat.RematConfig("full", every=3))
+    again = products(remat.RematConfig("full", every=3)) - full
+    forward = full - products("none")  # of three layers but their last products, which nobody reads
+    assert forward <= again < 1.35 * forward
+
+
+def test_a_group_keeps_its_first_layers_input():
+    """Of 12 layers: their inputs, 4 + 3 of them, or 3 + 4; and what it takes beside them."""
+    deep = dataclasses.replace(CONFIG, num_layers=12, vocab_size=64)
+    sizes = {}
+    for every in (1, 3, 4, 12):
+        function, state = gradients(remat.RematConfig("full", every=every), deep, 512, fsdp=8)
+        sizes[every] = function.lower(state).compile(FAST_COMPILE).memory_analysis().temp_size_in_bytes
+    assert sizes[3] < sizes[1] and sizes[4] < sizes[1], sizes
+    assert max(sizes[3], sizes[4]) < sizes[12], sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "group", "fault"),
+    [
+        (
+            remat.RematConfig("full", every=3),
+            8,
+            1,
+            "must divide the 8 layers of the stack; set it to one of 1, 2, 4, 8",
+        ),
+        (
+            remat.RematConfig("full", every=2),
+            12,
+            3,
+            "groups of the 3 that repeat; set it to one of 1, 3, 6, 12",
+        ),
+        (remat.RematConfig("full", every=2, layers=1), 12, 1, "groups are of layers of one policy"),
+        (remat.RematConfig("fit"), 12, 1, "`jaxdist plan --fix` resolve it"),
+    ],
+)
+def test_layers_are_cut_up_evenly(config, layers, group, fault):
+    (found,) = [*config.faults(), *config.stack_faults(layers, "the stack", group)]
+    assert fault in found
 
 
 def test_experts_have_the_same_gradients_with_activations_on_the_host():
@@ -102,7 +176,7 @@ def test_names_are_those_that_the_model_gives():
         assert f"name={name}" in text, name
 
 
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize("policy", ["none", *POLICIES, remat.RematConfig("full", every=3)], ids=str)
 def test_a_layer_sorts_the_rows_of_its_experts_once(policy):
     function, state = gradients(policy, dataclasses.replace(CONFIG, num_experts=8), fsdp=4, expert=2)
     assert str(function.trace(state).jaxpr).count("= sort[") == 1

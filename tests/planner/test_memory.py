@@ -121,6 +121,30 @@ def test_no_remat_keeps_more_than_any_policy():
     assert kept == sorted(kept) and len(set(kept)) == 3
 
 
+def test_the_last_layers_keep_more():
+    layout = {"mesh.fsdp": 8, "remat.policy": "save:mlp_up", "remat.layers": 1}
+    found = small(**layout)
+    assert (found["saved: block_input"], found["saved: mlp_up"]) == (4 * X, FF)
+    moved = small(**layout | {"remat.policy": f"save:mlp_up+offload:{remat.INPUT}"})
+    assert (moved[memory.HOST], moved["saved: mlp_up"]) == (4 * X, FF)
+
+
+def test_of_a_group_one_input_is_kept():
+    found = small(**{"mesh.fsdp": 8, "remat.every": 2})
+    assert (found["saved: block_input"], found["saved in a group"]) == (2 * X, 2 * X)
+    within = small(**{"mesh.fsdp": 8, "remat.every": 4, "remat.policy": "save:mlp_up"})
+    assert (within["saved: block_input"], within["saved in a group"]) == (X, 4 * (X + FF))
+
+
+def test_a_pipeline_keeps_inputs_of_groups():
+    """1F1B over two stages of two layers: two slots, one for trash, and a gradient's two."""
+    layers, groups = (
+        small(**{"mesh.fsdp": 4, "mesh.pipeline": 2, "pipeline.microbatches": 4, "remat.every": every})
+        for every in (1, 2)
+    )
+    assert groups["pipeline slots"] < layers["pipeline slots"]
+
+
 def test_offloaded_activations_are_the_hosts():
     base = small(**{"mesh.fsdp": 8})
     found = small(**{"mesh.fsdp": 8, "remat.policy": f"offload:{remat.INPUT}"})

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.train_step import StepConfig
 from support.models import DEEP, ONE, TINY, Layout, batch_of, program_of, step_of, worst
 from support.programs import collectives
@@ -35,9 +36,9 @@ def _batch() -> dict:
 
 
 @lru_cache
-def _observed(layout: Layout, accumulation: int = 1):
+def _observed(layout: Layout, accumulation: int = 1, remat: RematConfig | str = "dots"):
     """Returns the loss and the gradients of the first step."""
-    built = step_of(layout, MODEL, StepConfig(accumulation=accumulation))
+    built = step_of(layout, MODEL, StepConfig(accumulation=accumulation, remat=remat))
     batch = _batch()
     placed = jax.device_put(batch, built.batch_shardings(batch))
     assert placed["tokens"].addressable_shards[0].data.shape[1] == 32 // layout.context
@@ -45,8 +46,8 @@ def _observed(layout: Layout, accumulation: int = 1):
     return jax.device_get((metrics["loss"], gradients))
 
 
-def _check(layout: Layout, accumulation: int = 1) -> None:
-    (loss, gradients), (wanted_loss, wanted) = _observed(layout, accumulation), _observed(ONE)
+def _check(layout: Layout, accumulation: int = 1, remat: RematConfig | str = "dots") -> None:
+    (loss, gradients), (wanted_loss, wanted) = _observed(layout, accumulation, remat), _observed(ONE)
     assert abs(loss / wanted_loss - 1) < 1e-6
     assert worst(gradients, wanted) < 2e-6
 
@@ -54,6 +55,12 @@ def _check(layout: Layout, accumulation: int = 1) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_equals_one_device(name):
     _check(LAYOUTS[name], accumulation=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [RematConfig("full", every=2), RematConfig("dots", layers=1)], ids=str)
+def test_layers_that_are_computed_again_otherwise(remat):
+    _check(LAYOUTS["mixed"], remat=remat)
 
 
 @pytest.mark.slow

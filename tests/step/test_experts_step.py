@@ -14,6 +14,7 @@ from jaxdist.ops.experts import experts, route
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.model import BlockOutput
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
@@ -75,7 +76,7 @@ class Model(nnx.Module):
 class Case(NamedTuple):
     sizes: dict
     accumulation: int = 1
-    remat: str = "none"
+    remat: RematConfig | str = "none"
     pipeline: PipelineConfig | None = None
     reduce: str = "each"
     zero: int = 3
@@ -84,6 +85,8 @@ class Case(NamedTuple):
 CASES = {
     "expert": Case({"expert": 8}),
     "accumulation, remat": Case({"expert": 4, "fsdp": 2}, accumulation=2, remat="full"),
+    "groups of layers": Case({"fsdp": 2, "expert": 4}, remat=RematConfig("full", every=2)),
+    "last layers": Case({"fsdp": 2, "expert": 2}, remat=RematConfig("dots", layers=1)),
     "tensor": Case({"fsdp": 2, "expert": 2, "tensor": 2}),
     "sums once a step": Case({"data": 2, "expert": 2, "tensor": 2}, accumulation=2, reduce="once"),
     "zero 1, sums once": Case({"fsdp": 2, "expert": 2}, accumulation=2, reduce="once", zero=1),

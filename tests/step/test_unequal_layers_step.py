@@ -11,6 +11,7 @@ import pytest
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.train_step import StepConfig, build_train_step
 from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, spec_of, worst
@@ -33,7 +34,7 @@ BATCH = batch_for(Batch(model=MODEL, packed=True))
 class Case(NamedTuple):
     sizes: dict[str, int]
     accumulation: int = 1
-    remat: str = "none"
+    remat: RematConfig | str = "none"
     pipeline: PipelineConfig | None = None
     zero: int = 3
 
@@ -41,6 +42,8 @@ class Case(NamedTuple):
 CASES = {
     "accumulation, remat": Case({"data": 2, "fsdp": 2, "expert": 2}, accumulation=2, remat="full"),
     "tensor": Case({"fsdp": 2, "expert": 2, "tensor": 2}, remat="dots"),
+    "groups of layers": Case({"fsdp": 2, "expert": 2}, remat=RematConfig("full", every=10)),
+    "last layers": Case({"fsdp": 2, "tensor": 2}, remat=RematConfig("dots", layers=4)),
     "1f1b": Case({"pipeline": 2, "fsdp": 2, "expert": 2}, pipeline=PipelineConfig(microbatches=4)),
     "edges last, tensor": Case(
         {"pipeline": 2, "expert": 2, "tensor": 2},

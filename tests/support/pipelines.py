@@ -14,6 +14,7 @@ from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel import sharding
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from support.models import TINY, batch_of, spec_of
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     compute: str = "float32"
     model: TransformerConfig = MODEL
     packed: bool = False
+    every: int = 1  # layers that B computes again together, each under `full`
 
     @property
     def devices(self) -> int:
@@ -57,7 +59,9 @@ class Case(NamedTuple):
     @property
     def staging(self) -> Staging | None:
         period = len(self.model.layer_pattern)
-        return Staging(self.config, self.model.num_layers, self.stages, period) if self.stages > 1 else None
+        recompute = RematConfig("full", every=self.every)
+        cut = Staging(self.config, self.model.num_layers, self.stages, period, recompute=recompute)
+        return cut if self.stages > 1 else None
 
 
 def build(

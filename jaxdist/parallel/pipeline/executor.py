@@ -33,7 +33,7 @@ class Carry(NamedTuple):
     """What lives from tick to tick on a stage."""
 
     inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
-    layers: jax.Array  # [slots + 1, L - 1, B, S, D] inputs of a chunk's other layers, if kept
+    layers: jax.Array  # [slots + 1, L - 1, B, S, D] inputs of a chunk's other layers or groups, if kept
     gradients_in: jax.Array  # [slots + 1, B, S, D] gradients with respect to stage outputs
     dx: jax.Array  # [B, S, D] gradient of the last tick's stage input, on its way back
     sums: Tree  # float32 gradient sums, like the trainable tree
@@ -106,10 +106,10 @@ class _Ticks(Stage):
         def slots(count: int, *each: int) -> jax.Array:
             return self.residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
 
-        inputs, gradients, depth = self.program.num_inputs, self.program.num_gradients, self.cut.dims[2]
+        inputs, gradients, kept = self.program.num_inputs, self.program.num_gradients, self.cut.kept_inputs
         return Carry(
             slots(inputs),
-            slots(inputs, depth - 1) if self.keeps_layers else jnp.zeros(()),
+            slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
             slots(gradients) if self.backward else jnp.zeros(()),
             jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
             sums,

@@ -44,6 +44,7 @@ class Staging:
     stages: int
     period: int = 1  # layers after which their kinds repeat; a place holds a multiple
     block_layers: int = 1
+    recompute: remat.RematConfig = remat.RematConfig()  # `every`, and the policy within such a group
 
     @property
     def microbatches(self) -> int:
@@ -62,6 +63,16 @@ class Staging:
         With one layer a place `full` is `layers`: nothing is computed twice, and it takes less.
         """
         return "full" if self.dims[2] == 1 else self.config.remat
+
+    @property
+    def grouped(self) -> bool:
+        """Returns whether F keeps the inputs of groups of layers."""
+        return self.recompute.every > 1
+
+    @property
+    def kept_inputs(self) -> int:
+        """Returns the inputs that a chunk keeps of a microbatch where F keeps those of layers."""
+        return self.dims[2] // max(self.recompute.every // self.block_layers, 1)
 
     def program(self) -> Program:
         """Returns the compiled schedule.
@@ -92,10 +103,22 @@ class Staging:
             )
         plain = ("none", "full", "layers", "dots")
         yield from remat.policy_faults(config.remat, "pipeline.remat", plain)
+        yield from self._group_faults()
         try:
             self.program()
         except ConfigError as error:
             yield from error.faults
+
+    def _group_faults(self) -> Iterator[str]:
+        own, group = self.recompute, self.period * self.block_layers
+        if own.layers:
+            yield f"remat.layers={own.layers}: stages recompute as pipeline.remat says; leave it at 0"
+        if self.grouped and self.config.remat != "layers":
+            yield (
+                f"remat.every={own.every}: pipeline.remat={self.config.remat} keeps a chunk's input alone; "
+                f"set pipeline.remat=layers, or remat.every=1"
+            )
+        yield from own.stack_faults(self.dims[2] * self.block_layers, "a stage's chunk", group)
 
     def staged(self, tree: Tree) -> Tree:
         """Returns a tree with its flat block leaves by stage."""

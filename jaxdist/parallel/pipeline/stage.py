@@ -16,6 +16,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.schedules.program import Program
 from jaxdist.parallel.pipeline.stage_params import StageParams, Tree, gathered
 from jaxdist.parallel.remat import rematerialised
+from jaxdist.protocols.layer_scan import scan_layers
 from jaxdist.protocols.model import (
     Batch,
     Block,
@@ -28,7 +29,6 @@ from jaxdist.protocols.model import (
     layers_of,
     pattern_of,
     run_blocks,
-    scan_layers,
     shared_fields,
 )
 
@@ -88,7 +88,7 @@ class Stage:
 
     def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""
-        return self.layers(blocks, x, *self.place(number, chunk))
+        return self.layers(blocks, (), x, *self.place(number, chunk))
 
     def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
         """Returns what the blocks read of a microbatch, and the number of a chunk's first layer."""
@@ -97,13 +97,15 @@ class Stage:
         first = layers_before(model) + block * len(layers_of(model.blocks))
         return shared_fields(model, self.microbatch(number)), first
 
-    def layers(self, blocks: StageParams, x: jax.Array, fields, first, pattern=()) -> BlockOutput:
+    def layers(self, blocks: StageParams, pattern, x: jax.Array, fields, first) -> BlockOutput:
         """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
         model = self.model(self.rest, blocks)
         end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
 
         def transform(block: Block) -> Block:
-            block = block if self.cut.remat == "layers" else rematerialised(block, self.cut.remat)
+            if self.cut.remat != "layers" or self.cut.grouped:
+                inner = self.cut.recompute.policy if self.cut.grouped else self.cut.remat
+                block = rematerialised(block, inner)
 
             def masked(parameters, x, info: BlockInfo):
                 y, *sums = block(parameters, x, info)
@@ -115,18 +117,36 @@ class Stage:
         return run_blocks(model.blocks, x, self.key, fields, transform, first=first, pattern=pattern)
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
-        """Returns `forward` and the inputs of all layers but the first, [L - 1, B, S, D]."""
+        """Returns `forward` and the inputs of all layers (or groups) but the first, [L - 1, B, S, D]."""
         fields, first = self.place(number, chunk)
+        items, kinds, stride = self.groups(blocks)
 
         def one(x, layer, parameters, kind):
-            y, aux, stats = self.layers(_stacked(parameters), x, fields, layer, (kind,))
-            return y, (x, aux, {name: sums[0] for name, sums in stats.items()})
+            y, aux, stats = self.layers(*self.unit(parameters, kind), x, fields, layer)
+            if not self.cut.grouped:
+                stats = {name: sums[0] for name, sums in stats.items()}
+            return y, (x, aux, stats)
 
-        stack = self.model(self.rest, blocks).blocks
-        y, (inputs, aux, stats) = scan_layers(
-            one, x, blocks, pattern_of(stack), first=first, stride=len(layers_of(stack))
-        )
+        y, (inputs, aux, stats) = scan_layers(one, x, items, kinds, first=first, stride=stride)
+        if self.cut.grouped:
+            stats = jax.tree.map(lambda sums: sums.reshape(-1, *sums.shape[2:]), stats)
         return BlockOutput(y, jax.tree.map(lambda terms: terms.sum(0), aux), stats), inputs[1:]
+
+    def groups(self, blocks: StageParams) -> tuple[StageParams, tuple[str, ...], int]:
+        """Returns what is computed again at a time, stacked, its kinds and how many layers it has."""
+        stack = self.model(self.rest, blocks).blocks
+        if not self.cut.grouped:
+            return blocks, pattern_of(stack), len(layers_of(stack))
+        groups = self.cut.kept_inputs
+        return (
+            jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), blocks),
+            ("",),
+            self.cut.recompute.every,
+        )
+
+    def unit(self, parameters: StageParams, kind: str) -> tuple[StageParams, tuple[str, ...]]:
+        """Returns one of `groups` as a stack of blocks, and the kinds of its layers."""
+        return (parameters, ()) if self.cut.grouped else (_stacked(parameters), (kind,))
 
     def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
         """Returns the gradients of a chunk and of its input; all is computed again from x."""
@@ -142,20 +162,21 @@ class Stage:
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
         """
         fields, first = self.place(number, chunk)
+        items, kinds, stride = self.groups(blocks)
 
         def one(dy, layer, item, kind):
             parameters, x = item
 
             def apply(trained, x):
-                part = _stacked(parameters._replace(trained=trained))
-                return self.layers(part, x, fields, layer, (kind,))[:2]
+                part = self.unit(parameters._replace(trained=trained), kind)
+                return self.layers(*part, x, fields, layer)[:2]
 
             dparameters, dx = self._pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
-        stack = self.model(self.rest, blocks).blocks
-        kinds, stride = pattern_of(stack), len(layers_of(stack))
-        dx, dblocks = scan_layers(one, dy, (blocks, inputs), kinds, first=first, stride=stride, reverse=True)
+        dx, dblocks = scan_layers(one, dy, (items, inputs), kinds, first=first, stride=stride, reverse=True)
+        if self.cut.grouped:
+            dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
         return dblocks, dx
 
     def _pull(self, apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:

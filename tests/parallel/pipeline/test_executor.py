@@ -123,6 +123,7 @@ FEW = {
     "accumulation": Case(2, 2, accumulation=2),
     "local and global": Case(2, 4, model=LOCAL),
     "last edges": Case(2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)),
+    "groups of layers": Case(2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)),
 }
 
 MANY = {
@@ -161,6 +162,8 @@ MANY = {
     "gpipe": Case(4, 8, schedule="gpipe"),
     "gpipe, from stage inputs": Case(4, 8, schedule="gpipe", remat="none"),
     "rematerialised layers": Case(2, 4, remat="full"),
+    "groups of layers, padding": Case(2, 4, every=4, model=SEVEN),
+    "groups of layers, interleaved, tensor": Case(2, 4, 2, "interleaved", tensor=2, every=2),
     "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
     "bfloat16, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, compute="bfloat16", model=CALM),
 }
