@@ -107,14 +107,13 @@ def test_layers_that_save_more_compute_less_again():
 
 
 def test_a_group_keeps_its_first_layers_input():
-    """Of 12 layers: their inputs, 4 + 3 of them, or 3 + 4; and what it takes beside them."""
+    """Of 12 layers: 12 inputs of 2,048 tokens, or 4 + 3 of them, or 3 + 4; weights of a group take less."""
     deep = dataclasses.replace(CONFIG, num_layers=12, vocab_size=64)
     sizes = {}
-    for every in (1, 3, 4, 12):
-        function, state = gradients(remat.RematConfig("full", every=every), deep, 512, fsdp=8)
+    for every in (1, 3, 4):
+        function, state = gradients(remat.RematConfig("full", every=every), deep, 2048, fsdp=8)
         sizes[every] = function.lower(state).compile(FAST_COMPILE).memory_analysis().temp_size_in_bytes
-    assert sizes[3] < sizes[1] and sizes[4] < sizes[1], sizes
-    assert max(sizes[3], sizes[4]) < sizes[12], sizes
+    assert max(sizes[3], sizes[4]) < sizes[1], sizes
 
 
 @pytest.mark.parametrize(
