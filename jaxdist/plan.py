@@ -30,7 +30,7 @@ from jaxdist.trainer import cli, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles
-FIT_FINALISTS = 3  # policies that fit and are compiled for remat.policy=fit
+FIT_FINALISTS = 4  # policies that fit and are compiled for remat.policy=fit
 
 
 def main(arguments: list[str] | None = None) -> int:

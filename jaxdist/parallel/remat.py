@@ -51,9 +51,7 @@ class RematConfig:
     """What a block keeps for its backward pass."""
 
     policy: str = "dots"  # fit | none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
-    layers: NonNegativeInt = (
-        0  # so many at the stack's end follow the policy, others keep inputs alone; 0 = all
-    )
+    layers: NonNegativeInt = 0  # so many at the end follow the policy, others keep their input; 0 = all
     every: PositiveInt = 1  # layers computed again together: of them the first one's input alone is kept
     fitted: str = ""  # devices and layout that policy=fit was resolved for; `train` writes it
 

@@ -85,14 +85,8 @@ def fit(
     say(f"remat.policy=fit: {gib_text(weigh.most)} of a {target.text} device may be used")
     tried, fitting = list[tuple[RematConfig, str]](), list[Compiled]()
     for _ in range(MOST_REFUSED + finalists):
-        done = [one for one, _ in tried]
-        best = min((one.seconds for one in fitting), default=math.inf)
-        fresh = [c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best]
-        # Beside the best of all there are those that the search knows.
-        fresh = [c for c in fresh if not fitting or c.run.remat in _PLAIN]
-        if not fresh:
+        if not (one := _next(weigh, [one for one, _ in tried], fitting)):
             break
-        one = fresh[0]
         say(f"compiling remat {one.run.remat}: by arithmetic {time_text(one.estimate.step_s)}")
         plan = make_plan(one.run, target, options=options, say=say)
         fits = plan.fits and (plan.peak_bytes or 0) <= weigh.hard
@@ -112,6 +106,17 @@ def fit(
         raise ConfigError(_nothing_fits(weigh, tried))
     winner = min(fitting, key=lambda one: (_seconds(one), one.plan.peak_bytes or 0))
     return Fitted(winner.layout.run, winner.plan, _seconds(winner), tuple(tried))
+
+
+def _next(weigh: "Weigher", done: Sequence[RematConfig], fitting: Sequence[Compiled]) -> Candidate | None:
+    """Returns what to compile: the best, then the best without the host, then the search's own."""
+    best = min(map(_seconds, fitting), default=math.inf)
+    fresh = [c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best]
+    if not fitting:
+        return next(iter(fresh), None)
+    resident = any(not one.layout.estimate.host for one in fitting)
+    wanted = [c for c in fresh if not (resident or c.estimate.host)] or fresh
+    return next((c for c in wanted if c.run.remat in _PLAIN or not resident), None)
 
 
 def _seconds(one: Compiled) -> float:
