@@ -279,6 +279,7 @@ PEAKS = [
     ("llama3_8b", "v5e:4x4", ON_HOST, 7_660_000_000),
     ("llama3_8b", "v5e:4x4", ON_HOST | {"model.num_layers": 64}, 11_250_000_000),
     ("llama3_8b", "v5p:4x4x4", LONGER, 6_548_801_216),
+    ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 6_564_775_104),
 ]
 
 
