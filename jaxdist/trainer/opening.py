@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import extras, schema
+from jaxdist.config import ConfigError, extras, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.protocols.model_spec import ModelSpec
@@ -74,8 +74,10 @@ def serve_metrics(
 ) -> list[Any]:
     """Returns the views of rows and events that are served on process 0; the stack ends them.
 
+    A run that goes on without anybody looking (`launch`) is not lost for a port that another has taken.
+
     Raises:
-      ConfigError: on all processes: nothing can listen there.
+      ConfigError: on all processes, at a run's first start: nothing can listen there.
     """
     if not config.telemetry.port:
         return []
@@ -89,7 +91,13 @@ def serve_metrics(
             with contextlib.suppress(ImportError):  # a libtpu without that module
                 chips = extras.load("jaxdist.telemetry.tpu_metrics").read
         view = prometheus.RunMetrics(watch.ledger, own, chips=chips)
-        port = stack.enter_context(prometheus.served(config.telemetry, view))
+        try:
+            port = stack.enter_context(prometheus.served(config.telemetry, view))
+        except ConfigError as error:
+            if len(watch.ledger.lives()) == 1:
+                raise
+            _log(f"warning: no metrics: {error}")
+            return []
     _log(f"metrics: http://{config.telemetry.address}:{port}/metrics")
     return [view]
 

@@ -1,5 +1,6 @@
 """`telemetry.port`: what a scrape finds, by HTTP, and that a real Prometheus reads it."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -8,14 +9,18 @@ import time
 import urllib.request
 from types import SimpleNamespace
 
+import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed.local_devices import free_port
+from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.telemetry.config import TelemetryConfig
 from jaxdist.telemetry.ledger import Ledger
 from jaxdist.telemetry.prometheus import RunMetrics, served
+from jaxdist.trainer import opening
+from jaxdist.trainer.run_config import RunConfig
 from support.paths import ROOT
 from support.runs import command, environment, overrides, refused
 
@@ -80,6 +85,16 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
             served(TelemetryConfig(port=port), RunMetrics(Ledger())),
         ):
             pass
+        config = RunConfig(telemetry=TelemetryConfig(port=port))
+        for starts in (1, 2):
+            watch = Watchdog(config.watchdog, tmp_path / "run", enabled=False)
+            with contextlib.ExitStack() as stack, watch.ledger.published(tmp_path):
+                if starts == 1:
+                    with pytest.raises(ConfigError, match="nothing can listen"):
+                        opening.serve_metrics(config, jax.devices(), stack, watch)
+                else:  # nobody looks at a restart: it goes on
+                    assert opening.serve_metrics(config, jax.devices(), stack, watch) == []
+                    assert "warning: no metrics: telemetry.port" in capsys.readouterr().out
     flags = ["--config", "quickstart", "--workdir", str(tmp_path), "--config.telemetry.port=70000"]
     (fault,) = refused(capsys, *flags, *overrides("train.steps=1"))
     assert "telemetry.port" in fault and "65535" in fault
