@@ -275,7 +275,11 @@ class _Step:
             inputs = self.cut.kept_inputs * self.x_kept
             sizes["working set"] = inputs if self.policy == "layers" else self.cut.dims[2] * each
         sizes["gradients"] += layer_gradients
-        sizes["saved in a group"] = self._in_group()
+        if (every := self.run.remat.every) > 1:  # whose loop has stacks of its own
+            share = every / max(self.flat.depth * self.flat.block_layers, 1)
+            sizes["saved in a group"] = self._in_group()
+            sizes["gradients"] += int(share * layer_gradients)
+            sizes["weights as computed"] += int(share * sizes["weights as computed"])
         return sizes
 
     def _around_backward(self, kept: Components) -> Components:
@@ -321,10 +325,8 @@ class _Step:
         return dict(kept)
 
     def _in_group(self) -> int:
-        """What the layers of a group keep while its backward pass runs; 0 where each is computed alone."""
-        if (every := self.run.remat.every) == 1:
-            return 0
-        count = every // self.spec.block_layers
+        """What the layers of a group keep while its backward pass runs."""
+        count = self.run.remat.every // self.spec.block_layers
         kept = self._kept_by(self.block, count, self.run.remat.policy)
         return sum(kept.values()) - kept.get(HOST, 0)
 

@@ -147,10 +147,11 @@ def test_train_resolves_it_once(tmp_path, capsys):
     arguments = ["--config", "llama3_8b:tiny", "--workdir", str(tmp_path), *words]
     assert train.main(arguments) == 0
     stored = json.loads((tmp_path / workdir.CONFIG).read_text())["remat"]
-    assert stored["policy"] == "none" and "for cpu:8" in stored["fitted"]
-    assert "remat.policy=fit: --config.remat.policy=none" in capsys.readouterr().out
+    assert stored["policy"].startswith("save:") and "offload" not in stored["policy"]
+    assert stored["layers"] == 0 and stored["fitted"].startswith(f"{stored['policy']} for cpu:8, fsdp 8")
+    assert f"remat.policy=fit: --config.remat.policy={stored['policy']}" in capsys.readouterr().out
     assert train.main([*arguments, "--config.train.steps=3"]) == 0
-    assert "remat: none, as it was resolved for cpu:8" in capsys.readouterr().out
+    assert f"remat: {stored['policy']}, as it was resolved for cpu:8" in capsys.readouterr().out
     assert json.loads((tmp_path / workdir.CONFIG).read_text())["remat"] == stored
     (fault,) = refused(capsys, *arguments, "--config.mesh.fsdp=4", "--config.mesh.pipeline=2")
     assert "stages of a pipeline recompute" in fault
