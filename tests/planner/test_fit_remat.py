@@ -153,5 +153,6 @@ def test_train_resolves_it_once(tmp_path, capsys):
     assert train.main([*arguments, "--config.train.steps=3"]) == 0
     assert f"remat: {stored['policy']}, as it was resolved for cpu:8" in capsys.readouterr().out
     assert json.loads((tmp_path / workdir.CONFIG).read_text())["remat"] == stored
-    (fault,) = refused(capsys, *arguments, "--config.mesh.fsdp=4", "--config.mesh.pipeline=2")
+    staged = overrides("mesh.fsdp=4", "mesh.pipeline=2", "pipeline.microbatches=2")
+    (fault,) = refused(capsys, *arguments, *staged)
     assert "stages of a pipeline recompute" in fault
