@@ -182,8 +182,8 @@ class Recorded:
         file = LEDGER / f"{os.getppid()}-{group}.{RANK}.fed"
         self._file = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
-    def lower(self, *given):
-        return self._step.lower(*given)
+    def trace(self, *given):
+        return self._step.trace(*given)
 
     def __call__(self, state, batch):
         self._number = self._number + 1 if state.step is self._next else int(state.step) + 1
