@@ -279,6 +279,13 @@ PEAKS = [
     ("llama3_8b", "v5e:4x4", ON_HOST, 7_660_000_000),
     ("llama3_8b", "v5e:4x4", ON_HOST | {"model.num_layers": 64}, 11_250_000_000),
     ("llama3_8b", "v5p:4x4x4", LONGER, 6_548_801_216),
+    ("llama3_8b", "v5p:4x4x4", LONG | {"remat.policy": "dots"}, 28_544_342_208),
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        LONG | TENSOR | {"mesh.fsdp": 4, "batch.global_size": 4, "mesh.sequence_parallel": True},
+        1_332_555_456,
+    ),
     ("llama3_8b", "v5p:4x4x4", LONGER | {"context.attention": "ring"}, 6_564_775_104),
 ]
 
