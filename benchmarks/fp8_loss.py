@@ -4,10 +4,10 @@
 
 A decoder of 4 layers x 128 reads bytes of Python for 150 steps of AdamW, from the same seed and the same
 batches each time. What counts is the distance of the loss to float32's over the last 50 steps (root of its
-mean square), in nats. How far any rounding carries the weights depends on the learning rate, so bfloat16's own
-distance is what the others are to be read beside (at 0.003 the loss jumps as the warmup ends, and float32 itself
-would not be met again). On CPUs 8-bit floats are emulated: the numbers are those of a GPU but for the order of
-sums, the times are not.
+mean square), in nats. How far any rounding carries the weights depends on the learning rate, so bfloat16's
+own distance is what the others are to be read beside: at 0.003 the loss jumps as the warmup ends, and any
+rounding decides how it goes on. On CPUs 8-bit floats are emulated: the numbers are those of a GPU but for the
+order of sums, the times are not.
 """
 
 from __future__ import annotations
