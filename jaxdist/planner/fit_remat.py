@@ -109,14 +109,10 @@ def fit(
 
 
 def _next(weigh: "Weigher", done: Sequence[RematConfig], fitting: Sequence[Compiled]) -> Candidate | None:
-    """Returns what to compile: the best, then the best without the host, then the search's own."""
+    """Returns what to compile: the best of all, then the search's own."""
     best = min(map(_seconds, fitting), default=math.inf)
-    fresh = [c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best]
-    if not fitting:
-        return next(iter(fresh), None)
-    resident = any(not one.layout.estimate.host for one in fitting)
-    wanted = [c for c in fresh if not (resident or c.estimate.host)] or fresh
-    return next((c for c in wanted if c.run.remat in _PLAIN or not resident), None)
+    fresh = (c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best)
+    return next((c for c in fresh if not fitting or c.run.remat in _PLAIN), None)
 
 
 def _seconds(one: Compiled) -> float:
