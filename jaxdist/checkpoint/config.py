@@ -46,5 +46,10 @@ class CheckpointConfig:
                 f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, as eval_loss, "
                 f"or with :max where more is better, as eval_accuracy:max"
             )
+        if self.chip_hours_per_failure and self.interval == "fixed":
+            yield (
+                f"checkpoint.chip_hours_per_failure={self.chip_hours_per_failure:g} chooses the interval of "
+                f"saves with checkpoint.interval=auto; set that, or 0 hours"
+            )
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."

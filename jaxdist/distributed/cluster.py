@@ -74,11 +74,10 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
     Raises:
       ConfigError: a variable is missing or no number, or a scheduler has started another number of processes.
     """
-    names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    numbers = {name: _number(environ, name) for name in names}
-    number, index, local, port = numbers.values()
-    if number is None or number <= 1:
+    number = _number(environ, "WORLD_SIZE")
+    if number is None or number <= 1:  # without it the others mean nothing: Kubernetes has a MASTER_PORT, too
         return None
+    index, local, port = (_number(environ, name) for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
     elastic, said = environ.get("TORCHELASTIC_RUN_ID"), f"WORLD_SIZE={number}, RANK={index}"
     if elastic is None and (other := _scheduled(environ)):  # what has started it
         if index is None or (other.number, other.index) == (number, index):

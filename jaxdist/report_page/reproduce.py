@@ -4,17 +4,26 @@ What it says is text of a run's folder, maybe somebody else's: only known variab
 and code that is not jaxdist's is named behind a `#`.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxdist.storage import untrusted
 
 SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"  # in run.json
 
 _OURS = "jaxdist."  # of these packages, a model or logger needs no word of trust
 _RECORDED = re.compile(r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)")
+_HIDDEN = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
+_SECRET_FLAG = re.compile(
+    r"(.*[-_.])?(token|secret|password|passwd|passphrase|credentials?|apikey|(api|access|private|secret|auth)[-_]key)",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password, in a URL
 # Which process of which start this was: another start has its own.
 _OF_A_PROCESS = re.compile(
     "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)|TPU_(WORKER|PROCESS|VISIBLE|CHIPS).*"
@@ -24,7 +33,22 @@ _OF_A_PROCESS = re.compile(
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that change what a run computes or how fast, by name; no secrets."""
     names = sorted(name for name in environ if _RECORDED.fullmatch(name) and not _SECRET.search(name))
-    return {name: environ[name] for name in names}
+    return {name: _USER.sub(_HIDDEN, environ[name]) for name in names}
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Returns a command without the values of flags that are named like secrets, and users in URLs."""
+    shown, is_value = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = bool(_SECRET_FLAG.fullmatch(name.lstrip("-")))
+        if is_value and not word.startswith("-"):
+            word = _HIDDEN
+        elif is_secret and equals:
+            word = f"{name}={_HIDDEN}"
+        is_value = is_secret and not equals and name.startswith("-")
+        shown.append(_USER.sub(_HIDDEN, word))
+    return shown
 
 
 def repeat(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -39,16 +63,18 @@ def repeat(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return None
     commit, digest = source.get("commit"), source.get("hash")
-    processes, note = info.get("num_processes"), ""
+    processes, there = info.get("num_processes"), _elsewhere(stored.get("folder"))
+    notes = []
     if stored.get("trains"):
-        words, note = _train(folder, config), _trust(config)
-        if type(processes) is int and processes > 1:
-            words, more = _launch(words, info, processes)
-            note = "; ".join(filter(None, (more, note)))
-    environment = _assignments(_fields(info, ENVIRONMENT))
-    command = " ".join([*environment, shlex.join(words)]) + (f"  # {note}" if note else "")
+        words, notes = _train(folder.absolute() if there else folder, config), [_trust(config)]
+    if type(processes) is int and processes > 1:
+        words, machines = _launch(words, info, processes)
+        notes.insert(0, machines)
+    note = "; ".join(filter(None, notes))
+    command = " ".join([*there, *_assignments(_fields(info, ENVIRONMENT)), shlex.join(words)])
+    command += f"  # {note}" if note else ""
     return {
-        "command": _printable(command),
+        "command": untrusted.printable(command),
         "commit": commit if isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,64}", commit) else None,
         "dirty": source.get("dirty") is True,
         "source": digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{8,64}", digest) else None,
@@ -60,12 +86,23 @@ def _fields(info: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _elsewhere(started: object) -> list[str]:
+    """Returns the words that go to the folder where a run was started, to which paths relate; [] if here."""
+    if not isinstance(started, str) or not started or started == os.path.abspath(""):
+        return []
+    return ["cd", shlex.quote(started), "&&"]
+
+
 def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
     place = folder if folder.name not in ("", "..") else folder.resolve()
     again = ["--workdir", f"{place}-again"]
     own = ["python", "-m", "jaxdist.train", "--config", str(folder / "config.json"), *again]
     where = config.get("checkpoint.folder")
-    return [*own, f"--config.checkpoint.folder={where}-again"] if isinstance(where, str) and where else own
+    return (
+        [*own, f"--config.checkpoint.folder={where.rstrip('/')}-again"]
+        if isinstance(where, str) and where
+        else own
+    )
 
 
 def _trust(config: Mapping[str, Any]) -> str:
@@ -91,11 +128,6 @@ def _assignments(known: Mapping[str, Any]) -> list[str]:
     """Returns NAME=value of the variables that another start needs, too."""
     variables = recorded({name: value for name, value in known.items() if isinstance(value, str)})
     return [f"{name}={shlex.quote(x)}" for name, x in variables.items() if not _OF_A_PROCESS.fullmatch(name)]
-
-
-def _printable(text: str) -> str:
-    """Returns text without what could move a terminal's cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:

@@ -10,6 +10,7 @@ from jaxdist.config import ConfigError, schema
 from jaxdist.report_page import status
 from jaxdist.report_page.status import RunStatus
 from jaxdist.report_page.summary import number
+from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import count_text, percent_text
 
 _DEPTH = 6  # folders below the one given
@@ -69,7 +70,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         changes = [f"{key}={value}" for key, value in run["differs"].items()]
         more = f"and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         lines += [f"    {change}" for change in filter(None, [*changes[:_SHOWN], more])]
-    return "\n".join(lines)
+    return "\n".join(map(untrusted.printable, lines))  # values are text of the runs' folders
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:

@@ -138,9 +138,13 @@ class RunStatus:
         return {"step": at_end or None, "in_s": min(in_s, default=None)} if at_end or in_s else None
 
     def _chosen_interval_s(self) -> float:
-        """Returns the seconds between saves that checkpoint.interval=auto has chosen last; 0: none yet."""
-        told = [event.get("interval_s") for event in self.events if event["event"] == "save_interval"]
-        return number(told[-1]) or 0.0 if told else 0.0
+        """Returns the seconds between saves that interval=auto has chosen since the start; 0: none."""
+        for event in reversed(self.events):
+            if event["event"] == "save_interval":
+                return number(event.get("interval_s")) or 0.0
+            if event["event"] == "start":
+                break
+        return 0.0
 
     def _account(self, running: bool) -> ledger.Account:
         if self.lives:
@@ -225,7 +229,7 @@ def as_text(document: Mapping[str, Any]) -> str:
     lines += [f"cost      {', '.join(f'{name} {text}' for name, text in named)}"] * bool(named)
     heads = ("repeat    ", " " * 10)
     lines += [head + line for head, line in zip(heads, reproduce.as_lines(document["repeat"]), strict=False)]
-    return "\n".join(lines)
+    return "\n".join(map(untrusted.printable, lines))  # reasons and names are text of the run's folder
 
 
 def _ledger_lines(document: Mapping[str, Any]) -> list[str]:

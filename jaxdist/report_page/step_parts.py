@@ -73,7 +73,9 @@ def step_parts(
             shares[name] = left * share_of_rest
             left -= shares[name]
 
-    take(DATA, (number(row.get("data_wait_s")) or 0.0) / step_s)
+    take(
+        DATA, min(1.0, (number(row.get("data_wait_s")) or 0.0) / step_s)
+    )  # of batches that lead the row's steps
     take(COMMUNICATION, sum(number(op["share"]) or 0.0 for op in ops if is_collective(str(op.get("kind")))))
     pipeline = info.get("pipeline")
     take(BUBBLE, number(pipeline.get("bubble")) if isinstance(pipeline, Mapping) else None)

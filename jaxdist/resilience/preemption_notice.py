@@ -195,7 +195,7 @@ def _listen(
     told = False
     while not over.is_set():
         try:
-            if notice := source.notice():
+            if (notice := source.notice()) and not over.is_set():  # an answer may come after the run
                 return stop(f"notice of {name}: {notice[:200]}")
         except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: of another shape
             if not told:

@@ -128,3 +128,8 @@ def open_regular(path: Path) -> IO[bytes]:
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file without waiting for a pipe's writer; that of a regular file means nothing else."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def printable(text: str) -> str:
+    """Returns a line without what could move a terminal's cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -39,7 +39,7 @@ class Life:
     ended: bool = False  # in an orderly way
     phase: str = "start"  # what it does then
     since: float = 0.0
-    first: int | None = None  # updates finished before its first step
+    first: int | None = None  # updates finished before its first step, or as many as it went back to
     step: int = 0  # updates finished
     undone: int = 0  # steps that it did, and went back behind
     buckets: dict[str, float] = field(default_factory=dict)
@@ -101,8 +101,9 @@ class Ledger:
             if phase in _IN_LOOP and life.first is None:
                 life.first = life.step = done
             if life.first is not None and done:
-                life.undone += max(0, life.step - done)
-                life.step = done
+                # A rollback may go behind this life's first step: what lies before was another life's.
+                life.undone += max(0, life.step - max(done, life.first))
+                life.first, life.step = min(life.first, done), done
 
     @contextlib.contextmanager
     def aside(self, bucket: str) -> Iterator[None]:

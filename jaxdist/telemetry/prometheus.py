@@ -112,7 +112,10 @@ class RunMetrics(Collector):
             yield GaugeMetricFamily("jaxdist_goodput_ratio", text, value=spent.goodput)
 
     def _of_devices(self) -> Iterator[Metric]:
-        stats = {str(device.id): device.memory_stats() or {} for device in self._devices}
+        stats: dict[str, Mapping[str, int]] = {}
+        for device in self._devices:
+            with contextlib.suppress(RuntimeError):  # a plugin without them: the rest is still told
+                stats[str(device.id)] = device.memory_stats() or {}
         for key, (name, text) in _MEMORY.items():
             family = GaugeMetricFamily(name, text, labels=["device"])
             for device, values in stats.items():

@@ -95,10 +95,12 @@ def serve_metrics(
             port = stack.enter_context(prometheus.served(config.telemetry, view))
         except ConfigError as error:
             if len(watch.ledger.lives()) == 1:
+                watch.ledger.withdraw()  # or the next start would not be the first
                 raise
             _log(f"warning: no metrics: {error}")
             return []
-    _log(f"metrics: http://{config.telemetry.address}:{port}/metrics")
+    address = config.telemetry.address
+    _log(f"metrics: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
     return [view]
 
 

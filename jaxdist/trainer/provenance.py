@@ -41,7 +41,7 @@ def describe(model: type, devices: np.ndarray, environ: Mapping[str, str] = os.e
         "num_chips": count_chips(devices, machines=len(set(hosts.values()))),
         "versions": versions(),
         reproduce.SOURCE: {"hash": digest(*hashes)[:16], **commit(_PACKAGE)},
-        reproduce.COMMAND: {"argv": _argv(), "folder": os.getcwd(), "trains": _is_train_command()},
+        reproduce.COMMAND: {"argv": _argv(), "folder": _folder(), "trains": _is_train_command()},
         reproduce.ENVIRONMENT: reproduce.recorded(environ),
         reproduce.HOSTS: [hosts[process] for process in sorted(hosts)],
     }
@@ -86,10 +86,18 @@ def commit(folder: Path) -> dict[str, Any]:
 
 
 def _argv() -> list[str]:
-    """Returns the command of this process; [] in a notebook or shell, which none repeats."""
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-        return []
-    return list(sys.orig_argv)
+    """Returns the command of this process, no secrets; [] in a notebook or shell, which none repeats."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules or sys.argv[:1] in ([""], ["-"]):
+        return []  # the last two: a program from standard input
+    return reproduce.without_secrets(sys.orig_argv)
+
+
+def _folder() -> str:
+    """Returns where this process was started; "" if that has been deleted since."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _is_train_command() -> bool:

@@ -45,6 +45,12 @@ def test_no_save_begins_before_the_one_before_is_written():
     assert interval.measured(0.1, 500.0, (60.0, "x"))["interval_s"] == 500.0
 
 
+def test_hours_that_choose_nothing_are_refused():
+    (fault,) = CheckpointConfig(chip_hours_per_failure=5.0).faults()
+    assert "chip_hours_per_failure=5" in fault and "checkpoint.interval=auto" in fault
+    assert not list(CheckpointConfig(interval="auto", chip_hours_per_failure=5.0).faults())
+
+
 def test_fixed_intervals_stay():
     interval = SaveInterval(CheckpointConfig(every_minutes=2.0))
     assert interval.measured(8.0, 30.0, HOUR) == {} and interval.seconds == 120

@@ -1,8 +1,10 @@
 """The command that repeats a run: what is in it, what is not, and what a run's folder cannot put there."""
 
 import json
+import os
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from jaxdist.report_page.status import as_text, read_status
 from jaxdist.trainer import provenance
 from support.runs import TINY, losses
 
-TRAINED = {"command": {"argv": ["python", "-m", "jaxdist.train"], "folder": "/", "trains": True}}
+TRAINED = {"command": {"argv": ["python", "-m", "jaxdist.train"], "folder": os.getcwd(), "trains": True}}
 OURS = {"model.target": "jaxdist.models.transformer:Transformer"}
 
 
@@ -64,6 +66,51 @@ def test_a_group_repeats_under_launch(tmp_path):
 def test_a_script_repeats_as_it_was_called(tmp_path):
     stored = {"argv": ["python", "mine.py", "--name", "a b"], "trains": False}
     assert command_of(tmp_path, {"command": stored}) == "python mine.py --name 'a b'"
+    group = {"command": stored, "num_processes": 2}
+    assert command_of(tmp_path, group) == "jaxdist launch --processes 2 -- python mine.py --name 'a b'"
+
+
+def test_a_command_goes_to_where_its_paths_relate_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = TRAINED["command"] | {"folder": "/some where"}
+    text = command_of(Path("runs/x"), {"command": there, "environment": {"NPROC": "8"}})
+    assert text.startswith("cd '/some where' && NPROC=8 python -m jaxdist.train ")
+    assert f"--config {tmp_path}/runs/x/config.json --workdir {tmp_path}/runs/x-again" in text
+    text = command_of(tmp_path, config=OURS | {"checkpoint.folder": "gs://bucket/x/"})
+    assert text.endswith("--config.checkpoint.folder=gs://bucket/x-again")  # beside, not within
+
+
+def test_a_recorded_command_has_no_secrets():
+    words = [
+        "python",
+        "a.py",
+        "--hf-token=hf_x",
+        "--api_key",
+        "sk-x",
+        "wandb.password=x",
+        "https://me:pw@host/repo",
+    ]
+    text = " ".join(reproduce.without_secrets(words))
+    assert text == "python a.py --hf-token=*** --api_key *** wandb.password=*** https://***@host/repo"
+    others = [
+        "--config.train.sample_tokens=5",
+        "--config.data.tokenizer",
+        "gpt2",
+        "--monkey",
+        "x",
+        "--token",
+        "--b",
+    ]
+    assert reproduce.without_secrets(others) == others
+    assert reproduce.recorded({"JAX_X": "s3://a:b@c/d"}) == {"JAX_X": "s3://***@c/d"}
+
+
+def test_a_run_whose_start_folder_is_gone_has_none(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert provenance._folder() == ""
 
 
 @pytest.mark.parametrize("stored", [None, 3, [], {}, {"argv": "ls"}, {"argv": [1]}, {"argv": None}])

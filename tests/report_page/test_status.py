@@ -157,6 +157,26 @@ def test_what_a_run_that_trains_is_doing(tmp_path, capsys):
     )
 
 
+def test_text_of_a_folder_moves_no_cursor(tmp_path, capsys):
+    make_run(tmp_path / "run", stop="\x1b[2J", config={"model.target": "\x1b[2J"})
+    make_run(tmp_path / "other")
+    life = ledger.Life(1.0, written=2.0, ended=True, buckets={"\x1b[2J": 1.0})
+    (tmp_path / "run" / "ledger.json").write_text(json.dumps({"lives": [vars(life)]}))
+    texts = [printed(capsys, status.main, tmp_path / "run")[1], printed(capsys, runs.main, tmp_path)[1]]
+    assert all("?[2J" in text and "\x1b" not in text for text in texts)
+
+
+def test_the_next_save_is_by_what_this_start_has_chosen(tmp_path):
+    ended = make_run(tmp_path, steps=10, stop="", config={"checkpoint.interval": "auto"})
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: ended)) as writer:
+        writer.event("save_interval", 10, interval_s=3600.0)
+        with lock.exclusive(tmp_path / ".lock"):
+            chosen = read_status(tmp_path, now=ended).document()["next_save"]
+            writer.event("start", 10)  # which measures its first save after a minute
+            anew = read_status(tmp_path, now=ended).document()["next_save"]
+    assert chosen["in_s"] == pytest.approx(3580.0) and anew is None
+
+
 def test_the_last_row_of_a_run_that_was_restarted_tells_of_now(tmp_path):
     ended = make_run(tmp_path, steps=18, stop="")
     make_run(tmp_path, steps=12, first=8, begin=ended, stop="")

@@ -61,6 +61,11 @@ def test_without_a_step_there_are_no_parts(row):
     assert step_parts.step_parts(row, INFO, OPS) is None
 
 
+def test_waits_that_lead_the_row_are_no_more_than_the_step():
+    parts = step_parts.step_parts(ROW | {"data_wait_s": 1.02 * ROW["step_time_s"]}, {}, [])
+    assert parts.shares[step_parts.DATA] == 1.0 and "waiting for data" in parts.verdict()
+
+
 def test_what_a_folder_says_that_is_no_number_is_left_out():
     odd = {"data_wait_s": "x", "mfu": "y", "hfu": float("nan"), "mfu_full": -1}
     parts = step_parts.step_parts(ROW | odd, {"pipeline": {"bubble": "z"}}, [{"kind": 3, "share": None}])

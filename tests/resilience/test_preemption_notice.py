@@ -126,6 +126,26 @@ def test_a_notice_is_heard_once_and_what_is_none_is_not(cloud, chosen, path, bef
     assert notices[0].startswith(f"notice of {chosen} ({cloud.address}): ")
 
 
+def test_an_answer_after_the_run_stops_nothing(cloud):
+    asked, answer, reply = threading.Event(), threading.Event(), cloud.refusal
+
+    def late(path, headers):
+        asked.set()
+        answer.wait(10)
+        return reply(path, headers)
+
+    cloud.refusal, cloud.answers[PREEMPTED] = late, "TRUE"
+    with listening("gcp", cloud.address) as (notices, _):
+        assert asked.wait(10)
+        began = time.monotonic()
+    assert time.monotonic() - began < 0.5  # nor does the end of the run wait for it
+    answer.set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "preemption-notice"]
+    for thread in threads:
+        thread.join(10)
+    assert threads and notices == []
+
+
 def test_a_token_of_ec2_is_kept_and_renewed(cloud):
     with listening("aws", cloud.address) as (notices, _):
         wait_for(lambda: cloud.asked.count(ACTION) >= 4)

@@ -327,6 +327,8 @@ def test_variables_of_torchrun_that_say_what_the_scheduler_says_change_nothing()
 
 def test_torchruns_own_port_is_left_to_it():
     assert find_cluster(TORCHRUN).port == 29500
+    for one in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):  # a service "master" of Kubernetes has such a variable
+        assert find_cluster(one | {"MASTER_PORT": "tcp://10.0.0.3:80"}) == ClusterInfo()
     environ = TORCHRUN | AGENT_STORE
     port = find_cluster(environ).port
     assert port >= 61440 and port == find_cluster(environ | {"RANK": "0"}).port

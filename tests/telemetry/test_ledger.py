@@ -136,6 +136,21 @@ def test_the_line_says_where_the_time_went():
     )
 
 
+def test_a_rollback_behind_a_lifes_first_step(book, clock):
+    book.enter("data", 100)
+    for done in (150, 60):
+        if done == 60:
+            book.enter("restore", 150)
+            book.enter("data", 50)
+        book.enter("step", done)
+        clock.now += 50 if done == 150 else 10
+        book.enter("data", done)
+    (now,) = book.lives()
+    assert (now.first, now.step, now.undone) == (50, 60, 50)
+    spent = ledger.account([life(0, 100, began=0.0, step=100.0), now]).buckets
+    assert spent["lost"] == pytest.approx(50 + 50) and spent["step"] == pytest.approx(50 + 10)
+
+
 def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
     assert book.goodput is None and book.summary() == ""
     with book.published(tmp_path):

@@ -40,7 +40,12 @@ def scraped(port: int) -> dict[tuple[str, ...], float]:
 
 def shown(tmp_path, book: Ledger) -> RunMetrics:
     stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7, "bytes_limit": 9}
+
+    def raises():
+        raise RuntimeError("UNIMPLEMENTED")
+
     devices = [SimpleNamespace(id=n, memory_stats=lambda n=n: stats if n else None) for n in (0, 3)]
+    devices.append(SimpleNamespace(id=4, memory_stats=raises))
     view = RunMetrics(book, devices, chips=lambda: [("jaxdist_tpu_throttle", "how much", [0.0, 2.0])])
     view.write(10, {"loss": 2.5, "tokens_seen": 640, "mfu": None, "step_time_s": 0.25, "text": "x"})
     view.write(10, {"eval_loss": 2.25})
@@ -86,10 +91,12 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
         ):
             pass
         config = RunConfig(telemetry=TelemetryConfig(port=port))
-        for starts in (1, 2):
+        for start in ("refused", "refused again", "trains", "goes on"):
             watch = Watchdog(config.watchdog, tmp_path / "run", enabled=False)
             with contextlib.ExitStack() as stack, watch.ledger.published(tmp_path):
-                if starts == 1:
+                if start == "trains":
+                    continue
+                if start != "goes on":
                     with pytest.raises(ConfigError, match="nothing can listen"):
                         opening.serve_metrics(config, jax.devices(), stack, watch)
                 else:  # nobody looks at a restart: it goes on
