@@ -199,7 +199,7 @@ def run_blocks(
         return scan_layers(one_block, x, states, kinds, first=first, stride=stride)
 
     depth = jax.tree.leaves(states)[0].shape[0]
-    if how.every > stride:
+    if how.every > 1:  # of a stack of groups one of them, too, whose layers would keep an input each
         x, sums = _in_groups(partial(run, how.layer), how, states, x, first, how.every // stride)
     elif 0 < (last := how.last // stride) < depth:
         cut = depth - last

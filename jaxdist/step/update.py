@@ -59,10 +59,11 @@ class UpdateRule:
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         count, loss = sums.loss.count, sums.loss
-        norm = optax.tree.norm(sums.gradients) / count
+        total = optax.tree.norm(sums.gradients)
+        norm = total / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-        skipped, scale, figures = self._rescale(state.opt_state, norm, loss.sum, skipped)
+        skipped, scale, figures = self._rescale(state.opt_state, total, loss.sum, skipped)
         update = self._update_whole if self.layerwise is None else self._update_by_layer
         (trainable, moments, ema), rate, good = update(state, sums, norm, good)
         metrics = {
@@ -86,12 +87,16 @@ class UpdateRule:
         return after, metrics
 
     def _rescale(
-        self, before: OptState, norm: jax.Array, loss: jax.Array, skipped: jax.Array
+        self, before: OptState, total: jax.Array, loss: jax.Array, skipped: jax.Array
     ) -> tuple[jax.Array, loss_scale.LossScale | None, Metrics]:
-        """Returns `skipped` without steps that the scale is to blame for, the next scale, and its figures."""
+        """Returns `skipped` without steps that the scale is to blame for, the next scale, and its figures.
+
+        Args:
+          total: norm of the summed gradients. Of their mean nothing is known where no target has a weight.
+        """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
-        finite, now = jnp.isfinite(norm), before.loss_scale
+        finite, now = jnp.isfinite(total), before.loss_scale
         by_scale = loss_scale.is_cause(now, finite, loss)
         after = self.scaler.after(now, finite, by_scale)
         return jnp.where(by_scale, 0, skipped), after, loss_scale.scaled_metrics(now, after)

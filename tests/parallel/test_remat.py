@@ -116,6 +116,23 @@ def test_a_group_keeps_its_first_layers_input():
     assert max(sizes[3], sizes[4]) < sizes[1], sizes
 
 
+@pytest.mark.parametrize(("every", "kept"), [(1, {4: 2}), (2, {4: 1})])
+def test_a_group_of_layers_of_unequal_parameters_keeps_one_input(every, kept):
+    """A stack of four groups of two layers: the scan gives the input of each layer, or of the first alone."""
+    model = dataclasses.replace(
+        CONFIG, num_layers=8, num_experts=2, expert_d_ff=32, feed_forward_pattern=("dense", "sparse")
+    )
+    graph, state = nnx.split(Transformer(model, rngs=nnx.Rngs(0)))
+    again = remat.recompute(remat.RematConfig("full", every=every))
+
+    def loss(state):
+        return staged_loss(nnx.merge(graph, state), batch(), None, again).sum
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(state))
+    found = {count: program.count(f"f32[{count},8,32,64]") for count in (2, 4, 8)}
+    assert {count: stacks for count, stacks in found.items() if stacks} == kept
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "group", "fault"),
     [

@@ -199,6 +199,15 @@ def test_an_overflow_leaves_the_update_out_and_the_next_one_is_made(name):
     assert worst(jax.device_get(state.trainable), fresh.trainable) > 1e-4
 
 
+@pytest.mark.parametrize("config", [StepConfig(), HALF], ids=["float32", "float16"])
+def test_a_batch_without_targets_is_no_matter_of_scale(config):
+    built, batch = step_of(ONE, MODEL, config), batch_of(MODEL)
+    state, metrics = built.step(built.init(), batch | {"weights": np.zeros_like(batch["weights"])})
+    assert (metrics["skipped"], state.opt_state.skipped) == (1, 1)
+    if config.loss_scale:
+        assert state.opt_state.loss_scale == (precision.LOSS_SCALE, 1, 0)
+
+
 def test_a_run_skips_resumes_bit_for_bit_and_tells_of_no_fault(tmp_path, capsys):
     changes = {
         "precision.compute": "float16", "precision.loss_scale": 2.0**40, "checkpoint.every_steps": 18,
