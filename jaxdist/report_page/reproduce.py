@@ -24,9 +24,10 @@ _SECRET_FLAG = re.compile(
     re.IGNORECASE,
 )
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password, in a URL
-# Which process of which start this was: another start has its own.
+# Which process of which start this was, and what jax sets by itself: another start has its own.
 _OF_A_PROCESS = re.compile(
-    "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)|TPU_(WORKER|PROCESS|VISIBLE|CHIPS).*"
+    "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)"
+    "|TPU_(WORKER|PROCESS|VISIBLE|CHIPS|LIBRARY_PATH|SKIP_MDS|ML_PLATFORM).*"
 )
 
 

@@ -47,12 +47,13 @@ def test_flags_are_recorded_and_secrets_are_not():
 def test_a_train_command_repeats_from_the_config_of_its_folder(tmp_path):
     folder = tmp_path / "my run"
     environment = {"XLA_FLAGS": "--a=1 --b=2", "JAXDIST_PROCESS_ID": "0", "JAXDIST_COORDINATOR": "x:1"}
+    environment |= {"TPU_LIBRARY_PATH": "/venv/libtpu.so", "TPU_SKIP_MDS_QUERY": "1"}  # by jax: of this venv
     text = command_of(folder, TRAINED | {"environment": environment})
     words = shlex.split(text)
     assert words[0] == "XLA_FLAGS=--a=1 --b=2" and words[1:4] == ["python", "-m", "jaxdist.train"]
     assert words[words.index("--config") + 1] == str(folder / "config.json")
     assert words[words.index("--workdir") + 1] == str(tmp_path / "my run-again")
-    assert "JAXDIST" not in text
+    assert "JAXDIST" not in text and "TPU_" not in text
 
 
 def test_a_group_repeats_under_launch(tmp_path):
