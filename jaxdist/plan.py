@@ -24,7 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.parallel.remat import FIT
-from jaxdist.planner import fewest, fit_remat, restarts, search, show, targets
+from jaxdist.planner import calibration, fewest, fit_remat, restarts, search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, workdir
 from jaxdist.trainer.run_config import RunConfig
@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError("--fix mends one layout, --search looks for another; give one of them")
     if flags.expert_load > 1 and not run.model.get("num_experts"):
         raise ConfigError(f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out")
+    measured = _calibration(flags, target)
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     folder = _folder(flags.workdir) if flags.workdir else None
     ranked: dict[str, Any] = {}
@@ -57,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
             fitted = fit_remat.fit(run, target, finalists=FIT_FINALISTS, say=say)
             plan, code = fitted.plan, fitted.plan.exit_code
         else:
-            checked = MOST_CHECKED if flags.fix else 0
-            plan = make_plan(run, target, check_edits=checked, expert_load=flags.expert_load, say=say)
+            more = {"check_edits": MOST_CHECKED if flags.fix else 0, "expert_load": flags.expert_load}
+            plan = make_plan(run, target, calibration=measured, say=say, **more)
             code = plan.exit_code
     tokens = int(flags.tokens) if flags.tokens else plan.tokens
     assumed = restarts.Assumptions(flags.chip_hours_per_failure, flags.host_storage * 1e9)
@@ -90,9 +91,11 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         flags.tokens,
         flags.expert_load > 1,
         flags.price_per_chip_hour,
+        flags.calibration,
     )
     if any(given):
-        others = "--on, --search, --fix, --workdir, --tokens, --expert-load and --price-per-chip-hour"
+        others = "--on, --search, --fix, --workdir, --tokens, --expert-load, --calibration"
+        others += " and --price-per-chip-hour"
         raise ConfigError(f"--fewest chooses the machine and says no more: leave out {others}")
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     with _progress() as say:
@@ -111,6 +114,15 @@ def _first(ranking: search.Ranking) -> Plan:
         return ranking.compiled[0].plan
     plan = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
     return replace(plan, exit_reason=f"not compiled: {ranking.summary['stopped']}")
+
+
+def _calibration(flags: argparse.Namespace, target: targets.Target) -> calibration.Calibration | None:
+    """Returns what --calibration names; None without."""
+    if not flags.calibration:
+        return None
+    if flags.search or flags.fix:
+        raise ConfigError("--calibration is of one plan's collectives: leave out --search and --fix")
+    return calibration.load(flags.calibration, target)
 
 
 def _folder(name: str) -> Path:
@@ -183,6 +195,8 @@ def _parser() -> cli.ConfigParser:
         metavar="SKEW",
         help="rows of the fullest pair of devices that share experts, over the mean (%(default)g: even)",
     )
+    help_text = "times of collectives that benchmarks/collectives.py measured, instead of datasheet rates"
+    parser.add_argument("--calibration", metavar="FILE", help=help_text)
     parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12; or samples")
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
     default = restarts.Assumptions()

@@ -14,6 +14,7 @@ from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import advice, communication, experts, memory, restarts, show, targets, timing
 from jaxdist.planner.advice import Edit
+from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
 from jaxdist.planner.context import Attention
@@ -48,6 +49,7 @@ class Plan:
     price_per_chip_hour: float | None = None
     assumed: restarts.Assumptions = restarts.Assumptions()  # of the machine
     expert_load: float = 1.0  # rows of the fullest pair of devices, relative to the mean
+    calibration: Calibration | None = None  # None: collectives take what datasheets say
     fits: bool | None = None  # None: cannot tell
     exit_reason: str = "not compiled"
     peak_bytes: int | None = None  # by the compiler; of a step that it refuses, what it would need
@@ -77,6 +79,7 @@ class Plan:
             "cost": self._cost(),
             "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
+            "calibration": self.calibration.describe(self.collectives) if self.calibration else {},
             **self._models_own(),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
@@ -139,6 +142,7 @@ def make_plan(
     options: CompileOptions | None = None,
     check_edits: int = 0,
     expert_load: float = 1.0,
+    calibration: Calibration | None = None,
     say: Say = lambda line: None,
 ) -> Plan:
     """Returns the plan of a run on a target.
@@ -146,12 +150,13 @@ def make_plan(
     Args:
       check_edits: at most so many of the edits that should make it fit are compiled, the best first.
       expert_load: rows of the fullest pair of devices that exchange experts' rows, relative to the mean.
+      calibration: measured times of collectives, of the plan itself; edits are chosen by memory.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
       MissingExtra: the target's compiler is not installed.
     """
-    plan = _compiled_plan(run, target, options, say, expert_load)
+    plan = _compiled_plan(run, target, options, say, expert_load, calibration)
     if plan.fits is not False:
         return plan
     edits = _edits(plan)
@@ -201,10 +206,15 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
 
 
 def _compiled_plan(
-    run: RunConfig, target: Target, options: CompileOptions | None, say: Say, expert_load: float = 1.0
+    run: RunConfig,
+    target: Target,
+    options: CompileOptions | None,
+    say: Say,
+    expert_load: float = 1.0,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """Returns the plan without advice."""
-    plan = replace(plan_by_arithmetic(run, target), expert_load=expert_load)
+    plan = replace(plan_by_arithmetic(run, target), expert_load=expert_load, calibration=calibration)
     say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
     try:
         return _with_compiled(plan, compile_run(run, target, options, say=say))
@@ -234,6 +244,8 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         return replace(plan, warnings=notes)
     module = experts.with_load(hlo.parse(compiled.hlo), plan.expert_load)
     collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
+    if plan.calibration:
+        collectives = plan.calibration.applied(collectives)
     compute, kernels = run.precision.compute, timing.kernels(module)
     collectives = timing.overlap(module, collectives, kernels, target, compute=compute)
     time = timing.estimate(

@@ -48,7 +48,9 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield Text.assemble((verdict, style), f" on {plan['target']}: {plan['exit_reason']}")
     yield from _section("layout", _layout(plan))
     yield from _section("memory of a device", _memory(plan["memory"]))
-    yield from _section("communication of a step, each device", _communication(plan["collectives"]))
+    yield from _section(
+        "communication of a step, each device", _communication(plan["collectives"], plan["calibration"])
+    )
     yield from _section("experts", _experts(plan["experts"]))
     yield from _section("attention over a split sequence", _context(plan["context"]))
     yield from _section("pipeline", _pipeline(plan["pipeline"]))
@@ -136,8 +138,8 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
         yield table
 
 
-def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
-    """Yields what moves, alike ones summed, the longest first."""
+def _communication(collectives: Sequence[Json], calibration: Json) -> Iterator[RenderableType]:
+    """Yields what moves, alike ones summed, the longest first; and who measured it."""
     alike: dict[tuple, list[Json]] = {}
     for one in collectives:
         way = "behind compute" if one["asynchronous"] else "in the open"
@@ -154,6 +156,10 @@ def _communication(collectives: Sequence[Json]) -> Iterator[RenderableType]:
         table.add_row(f"{len(rest)} more", "", "", "", "", "", seconds, "")
     if rows:
         yield table
+    if calibration:
+        yield Text(f"times as measured on {calibration['hardware']}: {calibration['file']}")
+        if missing := calibration["not_measured"]:
+            yield Text(f"not measured, so at datasheet rates without latency: {', '.join(missing)}")
 
 
 def _experts(experts: Json) -> Iterator[RenderableType]:

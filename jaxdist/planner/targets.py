@@ -44,10 +44,12 @@ class Link:
     bytes_per_s: float  # that each device can send while all members do; inf: not modelled
     # The share of it that an all-to-all reaches: on a torus its bytes pass other members on their way.
     all_to_all: float = 1.0
+    alpha_s: float = 0.0  # latency of a collective, where it was measured (`calibration`)
 
     def seconds(self, kind: str, wire_bytes: float) -> float:
         """Returns how long a collective of this kind takes in which each member sends so much."""
-        return wire_bytes / self.bytes_per_s / (self.all_to_all if kind == "all-to-all" else 1.0)
+        rate = self.bytes_per_s * (self.all_to_all if kind == "all-to-all" else 1.0)
+        return self.alpha_s + wire_bytes / rate
 
 
 _FREE = Link("memory", math.inf)
