@@ -9,6 +9,7 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel import precision as precisions
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.offload import OffloadConfig
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
@@ -49,7 +50,7 @@ def fitted(
 
     def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
         fitted = dataclasses.replace(
-            config, mesh=mesh, batch=batch, precision=precision, offload=OffloadConfig()
+            config, mesh=mesh, batch=batch, precision=precision, offload=OffloadConfig(), remat=RematConfig()
         )
         _, rules, spec = validation.validate(fitted, devices, with_data=False, build=maker)
         return fitted, rules, spec

@@ -120,7 +120,10 @@ def legal_meshes(run: RunConfig, target: Target) -> tuple[list[tuple[RunConfig, 
     sizes[context.AXIS] = context.sizes_to_try(run, target.num_devices)
     for mesh in _meshes(run.mesh, target, sizes):
         pipeline = flow if mesh.pipeline > 1 else run.pipeline
-        tried = replace(run, mesh=mesh, batch=replace(run.batch, accumulation=1), pipeline=pipeline)
+        # Stages have stacks of their own.
+        again = replace(run.remat, layers=0, every=1) if mesh.pipeline > 1 else run.remat
+        batch = replace(run.batch, accumulation=1)
+        tried = replace(run, mesh=mesh, batch=batch, pipeline=pipeline, remat=again)
         try:
             shape, _, _ = validate_for(tried, target, spec)
             if slow := next(slow_axes(target, shape), None):
@@ -175,7 +178,7 @@ def candidates(
         parts = list(_parts(placed, shape, max(spec.depth, 1)))
         for zero, split, part, policy in product(zeros, splits, parts, policies):
             mesh = replace(placed.mesh, zero=zero, sequence_parallel=split)
-            own = run.remat if policy == run.remat.policy else remat.RematConfig(policy)
+            own = placed.remat if policy == run.remat.policy else remat.RematConfig(policy)
             one = replace(part, mesh=mesh, remat=own)
             yield Candidate(one, shape, model.estimate(one, shape), model.state_bytes(one, shape))
 

@@ -54,6 +54,8 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
         "batch.global_size": unit * -(-16 // unit),
         "batch.sequence_length": run.batch.sequence_length,
         "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
+        "remat.layers": 0,  # they are of the whole stack, which a pipeline cuts up
+        "remat.every": 1,
     }
     # No sample is written, and the shrunk model may be too short for one.
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, sample_tokens=0))
@@ -69,7 +71,7 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
         _refuse_if_large(run)
     changed = {path: value for path, value in new.items() if old[path] != value}
     lines = []
-    for group in ("model", "batch", "optimizer"):
+    for group in ("model", "batch", "optimizer", "remat"):
         paths = [path for path in changed if path.startswith(group + ".")]
         moves = (f"{p.partition('.')[2]} {old[p]} -> {changed[p]}" for p in paths)
         lines += [f"{group}: {', '.join(moves)}"] if paths else []

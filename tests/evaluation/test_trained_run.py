@@ -18,6 +18,7 @@ from jaxdist.evaluation import layout, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.parallel.remat import RematConfig
 from jaxdist.trainer import cli
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
@@ -86,7 +87,8 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
     staged = MeshConfig(pipeline=2, data=1, context=2, tensor=2)
-    fitted = layout.fitted(dataclasses.replace(config, mesh=staged), eight, None)[0]
+    again = RematConfig("full", every=5)  # of a chunk's layers, with padding: 5 divide no whole stack here
+    fitted = layout.fitted(dataclasses.replace(config, mesh=staged, remat=again), eight, None)[0]
     assert fitted.mesh == MeshConfig(data=1, fsdp=2, context=2, tensor=2)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
     assert layout.fitted(odd, two, None)[0].mesh == MeshConfig()

@@ -60,6 +60,16 @@ def one_of(found, **wanted):
     return one.estimate
 
 
+def test_pipelines_are_tried_where_the_last_layers_save_more():
+    run, target = run_of("llama3_8b", "remat.layers=20"), targets.parse("v5p:2x2x1")
+    meshes, _, spec = layouts.legal_meshes(run, target)
+    found = [*layouts.candidates(run, target, meshes, spec)]
+    staged = [one for one in found if one.shape.sizes["pipeline"] > 1]
+    assert {one.run.remat.layers for one in staged} == {0}
+    assert {one.run.remat.layers for one in found} == {0, 20}
+    validation.validate_on(staged[-1].run, target.num_devices, 1, with_data=False)
+
+
 def test_every_layout_is_legal_and_keeps_the_batch(llama):
     run, target, _, _, _, found = llama
     assert len(found) > 1000 and len({c.text for c in found}) == len(found)

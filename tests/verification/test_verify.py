@@ -59,14 +59,17 @@ def command(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_shrinking_keeps_the_variants():
-    run = quickstart(**{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents"})
+    run = quickstart(
+        **{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents", "remat.layers": 3}
+    )
     small, lines = cases.shrink_config(run, 8)
     assert small.data.packing == "documents"
     changed = {change.path for change in schema.diff(*map(schema.to_config_dict, (run, small)))}
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
     sizes = {f"model.{name}" for name in run.model_config.tiny(32)}
     others = {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps", "train.sample_tokens"}
-    assert changed <= sizes | others
+    assert changed <= sizes | others | {"remat.layers"}
+    assert "remat: layers 3 -> 0" in lines and not small.remat.layers
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
     assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
     assert any("num_layers 4 -> 2" in line for line in lines)
