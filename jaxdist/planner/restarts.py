@@ -1,6 +1,6 @@
 """What a run's checkpoints weigh, how often to save, what a failure costs: arithmetic on assumptions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,7 @@ def estimate(
       held_bytes: of it, that one device holds.
       compile_s: that compiling took here; a restart compiles again, or reads the compilation cache.
     """
+    assumed = _configured_failures(run, assumed)
     hosts, rate = _hosts(target), assumed.host_storage_bytes_per_s
     # Processes share the writing of what they hold alike (`OrbaxBackend`); one alone writes its first copies.
     device_bytes = num_bytes // target.num_devices if hosts > 1 else held_bytes
@@ -92,6 +93,14 @@ def estimate(
         configured_lost_share=lost(configured) if configured else None,
         assumed=assumed,
     )
+
+
+def _configured_failures(run: RunConfig, assumed: Assumptions) -> Assumptions:
+    """Returns the assumptions; `checkpoint.chip_hours_per_failure` counts where they say the default."""
+    hours = run.checkpoint.chip_hours_per_failure
+    if hours and assumed.chip_hours_per_failure == CHIP_HOURS_PER_FAILURE:
+        return replace(assumed, chip_hours_per_failure=hours)
+    return assumed
 
 
 def _hosts(target: Target) -> int:

@@ -144,6 +144,11 @@ def test_checkpoints_and_failures_are_arithmetic():
     assert estimate(asynchronous=False).blocking_s == 61
     # Each save waits 30 s (patience_s) for the one before, of 60 s.
     assert estimate(every_steps=10).configured_lost_share > 30 / 51
+    # The config's hours count, but for those of the command line.
+    own = {"interval": "auto", "chip_hours_per_failure": 80.0}
+    assert estimate(**own).mtbf_s == found.mtbf_s
+    known["assumed"] = restarts.Assumptions(host_storage_bytes_per_s=1e9)
+    assert estimate(**own).mtbf_s == pytest.approx(5 * 3600) and estimate().mtbf_s > 1e6
     unknown = restarts.estimate(run, shape, target, 1, 1, step_s=None, **known)
     assert unknown.every_steps is unknown.configured_lost_share is None
 
