@@ -27,6 +27,9 @@ class CheckpointConfig:
     patience_s: NonNegativeFloat = 30.0  # seconds to wait for the save before, then this one is left out
     timeout_s: PositiveInt = 600  # seconds that one save may take before it counts as failed
     folder: str = ""  # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
+    # a store that finished steps are copied to, as s3://bucket/run, and fetched from where none is left here
+    copy_to: str = ""
+    copy_wait_s: NonNegativeFloat = 120.0  # seconds that a run's end waits for the copies
 
     @property
     def saves(self) -> bool:
@@ -53,3 +56,10 @@ class CheckpointConfig:
             )
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."
+        if self.copy_to and "://" not in self.copy_to:
+            yield f"checkpoint.copy_to={self.copy_to}: must be a URL, as s3://bucket/run or file:///mnt/run"
+        if self.copy_to and "://" in self.folder:
+            yield (
+                f"checkpoint.copy_to={self.copy_to}: checkpoint.folder={self.folder} is in a store already; "
+                f"leave one of the two empty"
+            )

@@ -103,6 +103,7 @@ class CheckpointManager:
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
         self.best: list[int] = []  # steps to keep: the last of them that was saved
+        self.held: frozenset[int] = frozenset()  # steps that stay for as long as they are copied
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
@@ -302,7 +303,8 @@ class CheckpointManager:
         good = [n for n in self.steps() if n not in self.bad_steps and n not in self.milestones]
         last, every = self.config.keep_last, self.config.keep_every
         for old in folders.expired(good, newest=step, keep_last=last, keep_every=every, best=self.best):
-            folders.remove_step(self.folder, old)
+            if old not in self.held:
+                folders.remove_step(self.folder, old)
 
     def poll(self) -> list[SaveResult]:
         """Returns the saves that ended since the last call, oldest first, without waiting."""

@@ -17,6 +17,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "pyarrow": "hf",
     "qwix": "lora",
+    "s3fs": "s3",
     "sklearn": "vision",
     "tensorboardX": "tensorboard",
     "tokenizers": "text",

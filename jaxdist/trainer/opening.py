@@ -15,7 +15,7 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import build, from_run, pipeline_report, provenance, workdir
+from jaxdist.trainer import build, from_run, pipeline_report, provenance, step_copies, workdir
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
@@ -52,7 +52,7 @@ def open_workdir(
 
     Raises:
       ConfigError: processes differ in config, code or folder; another process uses the workdir; the
-        config does not fit the run in it.
+        config does not fit the run in it; its copies cannot be read.
     """
     flat = schema.flatten(schema.to_config_dict(config))
     consistency.agree(lambda: flat | consistency.code(spec.model_class))
@@ -60,6 +60,7 @@ def open_workdir(
         if is_lead():
             from_run.refuse_own_folder(config, folder)
             stack.enter_context(workdir.workdir_lock(folder))
+            step_copies.fetch_missing(config, folder, watch.lively(_log))
             workdir.check_resume_config(folder, requested)
         store = workdir.open_checkpoints(folder, config)
     stack.enter_context(store)

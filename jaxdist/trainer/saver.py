@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxdist.checkpoint.copies import Copier
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.step.train_step import CheckpointViews
@@ -29,6 +30,7 @@ class Saver:
     display: Display
     metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
     failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")  # seconds between, and by what
+    copier: Copier | None = None
     failure: str = field(default="", init=False)  # of the last save; "" if it has succeeded
     _prepared: Future[None] | None = field(default=None, init=False)
     _blocked_s: dict[int, float] = field(default_factory=dict, init=False)  # by step, of saves under way
@@ -79,6 +81,41 @@ class Saver:
                 self.display.note(f"checkpoint {save.step} {note}: {error}")
             self.failure = "" if save.ok else error or "it failed"
             self._choose_interval(save)
+            if save.ok and self.copier:
+                self.copier.wake()
+        self._report_copies()
+
+    def _report_copies(self) -> None:
+        for copy in self.copier.poll() if self.copier else ():
+            if copy.error:
+                self._report_missing_copy(copy.step, copy.error)
+            else:
+                sizes = {"seconds": copy.seconds, "bytes": copy.bytes}
+                self.writer.event("checkpoint_copied", copy.step, **sizes)
+
+    def _report_missing_copy(self, step: int, error: str) -> None:
+        place = self.copier.url if self.copier else ""
+        self.writer.event("checkpoint_copy_failed", step, error=error, store=place)
+        self.display.note(f"checkpoint {step} is not copied to {place}: {error}")
+
+    def finish_copies(self, step: int, *, stopped: bool) -> None:
+        """Waits for the copies under way and due, for `checkpoint.copy_wait_s`; says what is missing then.
+
+        Args:
+          step: the last one done.
+          stopped: whether the run ends before its time: who stops it does not wait for long.
+        """
+        if self.copier is None:
+            return
+        config = self.store.config
+        seconds = min(config.copy_wait_s, config.patience_s) if stopped else config.copy_wait_s
+        ended = self.copier.finish(seconds)
+        self._report_copies()
+        if not ended:
+            error = (
+                f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); the next start goes on"
+            )
+            self._report_missing_copy(step, error)
 
     def _choose_interval(self, save: SaveResult) -> None:
         """Lets a save that has succeeded say how often to save, where the config leaves that to the run."""

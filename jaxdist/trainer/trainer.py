@@ -28,7 +28,17 @@ from jaxdist.telemetry import compile_time, ledger
 from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
-from jaxdist.trainer import build, extension, loggers, opening, provenance, restore, validation, workdir
+from jaxdist.trainer import (
+    build,
+    extension,
+    loggers,
+    opening,
+    provenance,
+    restore,
+    step_copies,
+    validation,
+    workdir,
+)
 from jaxdist.trainer.best import best_rule
 from jaxdist.trainer.final_outputs import write_final_outputs
 from jaxdist.trainer.held_out import score_held_out
@@ -121,7 +131,14 @@ def train(
         with contextlib.closing(trainer.writer), trainer.display:
             if title:
                 trainer.display.note(title)
-            state = trainer.train(state)
+            early = True
+            try:
+                state = trainer.train(state)
+                early = bool(trainer.stopped)
+            finally:
+                trainer.saver.finish_copies(trainer.progress.step, stopped=early)
+            if config.checkpoint.copy_to:
+                coordination.barrier()  # leaving, others wait for process 0 for two minutes only
             if line := watch.ledger.summary():
                 trainer.display.note(line)
         return TrainResult(config, spec, built, state, trainer.stopped, trainer.reason)
@@ -163,7 +180,8 @@ class Trainer:
             self.config, self.progress, writer, display, throughput, self._samples, self.watch.ledger
         )
         metadata, failures = self._checkpoint_metadata, self._failures
-        self.saver = Saver(self.store, self.built.views, writer, display, metadata, failures)
+        copier = step_copies.copier(self.config, self.folder, self.store)
+        self.saver = Saver(self.store, self.built.views, writer, display, metadata, failures, copier)
         self.store.milestones = extension.milestones(self.config, self.schedule)
         self.best_rule = best_rule(self.config)
         if self.best_rule:
