@@ -117,7 +117,7 @@ def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, caps
     def version(name: str) -> str:
         if name == "ml-collections":
             raise PackageNotFoundError(name)
-        return "0.1" if name == "flax" else "99.0"
+        return "0.1" if name == "flax" else "9999.0"  # versions may be years
 
     monkeypatch.setattr(on_device.importlib.metadata, "version", version)
     monkeypatch.setattr(on_device, "_importable", lambda module: False)

@@ -86,9 +86,11 @@ def test_a_disk_that_fills_during_the_save_loses_that_save_alone(small_disk, lea
             patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 40}))
             failed = save_and_wait(store, 2, noise(1))
         assert not failed.ok and "No space left" in str(failed.error), failed.error
-        assert names(small_disk / "c") == ["1"]
+        # Writers of other files may go on for a moment: what they leave is deleted before the next save.
+        assert set(names(small_disk / "c")) - {"2.orbax-checkpoint-tmp"} == {"1"}
         full.unlink()
         assert save_and_wait(store, 2, noise(1)).ok
+        assert names(small_disk / "c") == ["1", "2"]
         assert_bitwise(store.restore(noise(1), 1).state, noise(1))
     assert "Traceback" not in capfd.readouterr().err
 
