@@ -104,12 +104,22 @@ def test_what_jax_compiles_in_a_step_is_no_step():
             x = jnp.sin(x) @ x
         return x
 
-    with compile_time.booked(book):
-        began = time.monotonic()
-        program(jnp.ones((8, 8))).block_until_ready()
-        took_s = time.monotonic() - began
+    said = []  # by jax, of its compiler alone: the bucket has tracing and lowering besides
+
+    def listen(event, duration_secs, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            said.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with compile_time.booked(book):
+            began = time.monotonic()
+            program(jnp.ones((8, 8))).block_until_ready()
+            took_s = time.monotonic() - began
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
     found = buckets(book)
-    assert 0 < found["compile"] <= took_s and found["compile"] > 0.5 * took_s, (found, took_s)
+    assert said and sum(said) < found["compile"] <= took_s, (found, said, took_s)
     program(jnp.ones((9, 9))).block_until_ready()
     assert buckets(book)["compile"] == found["compile"], "nobody listens any more"
 
