@@ -11,8 +11,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed  # the service's client has no public name in jax 0.10 to 0.12
@@ -62,6 +62,45 @@ def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
     board.put(value)
     barrier(timeout_s)
     return board.values() if jax.process_index() == 0 else {}
+
+
+class ClockOffset(NamedTuple):
+    """How far a process's wall clock is ahead of the first process's, and how exactly that is known."""
+
+    ahead_s: float
+    within_s: float  # half a round trip: the true offset is at most so far from `ahead_s`
+
+
+def clock_offsets(
+    now: Callable[[], float] = time.time, tries: int = 5, timeout_s: int = 600
+) -> dict[int, ClockOffset]:
+    """Returns {process: its clock's offset} of all but the first on the first process, {} on the others.
+
+    The first asks the others one by one and notes its own time before and after each answer; of `tries`
+    answers the quickest counts.
+
+    Raises:
+      jax.errors.JaxRuntimeError: a process was lost, or did not answer in time.
+    """
+    client, place, timeout_ms = kv_client(), f"jaxdist/clocks/{next(_numbers)}", 1000 * timeout_s
+    if client is None:
+        return {}
+    if process := jax.process_index():
+        for turn in range(tries):
+            client.blocking_key_value_get(f"{place}/{process}/{turn}/asked", timeout_ms)
+            client.key_value_set(f"{place}/{process}/{turn}/answer", repr(now()))
+        return {}
+
+    def ask(key: str) -> ClockOffset:
+        began = now()
+        client.key_value_set(f"{key}/asked", "")
+        answer, ended = float(client.blocking_key_value_get(f"{key}/answer", timeout_ms)), now()
+        return ClockOffset(answer - (began + ended) / 2, (ended - began) / 2)
+
+    return {
+        other: min((ask(f"{place}/{other}/{turn}") for turn in range(tries)), key=lambda o: o.within_s)
+        for other in range(1, jax.process_count())
+    }
 
 
 def first_error(error: str) -> str:

@@ -67,6 +67,14 @@ class Chip:
         fits = len(shape) == 3 and 0 < math.prod(shape) <= self.max_slice_chips
         return shape in self.slices or (cubes and fits)
 
+    def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+        """Returns whether each ICI dim of a slice is a ring.
+
+        "How to Think About TPUs", and MaxText's map of topologies: a slice of whole 4x4x4 cubes has a ring
+        along every dim, a 2D slice along a dim that spans the pod's 16 chips.
+        """
+        return (all(n % 4 == 0 for n in shape),) * 3 if len(shape) == 3 else tuple(n == 16 for n in shape)
+
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s of one device for a dtype name, or None if none is published."""
         return self.peak_flops_per_s.get(dtype)

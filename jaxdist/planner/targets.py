@@ -299,12 +299,10 @@ def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
         shape = tuple(dims)
     if slices < 1 or not chip.legal_slice(shape):
         return None
-    # "How to Think About TPUs", and MaxText's map of topologies: a slice of whole 4x4x4 cubes has a ring
-    # along every dim, a 2D slice along a dim that spans the pod's 16 chips.
-    wrap = (all(n % 4 == 0 for n in shape),) * 3 if rank == 3 else tuple(n == 16 for n in shape)
     chips, hosts = slices * math.prod(shape), slices * -(-math.prod(shape) // chip.chips_per_host)
     text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
-    return Target(text, "tpu", chip, chips * chip.devices_per_chip, chips, slices, hosts, shape, wrap)
+    devices = chips * chip.devices_per_chip
+    return Target(text, "tpu", chip, devices, chips, slices, hosts, shape, chip.wraps(shape))
 
 
 def _gpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:

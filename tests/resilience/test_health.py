@@ -19,7 +19,6 @@ from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, straggler
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.resilience import preflight
 from jaxdist.resilience.health import Diverged, HealthConfig, Monitor, SkippingDataset
 from jaxdist.resilience.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
@@ -316,19 +315,6 @@ def test_who_differs_from_most_is_named():
 def test_the_slowest_is_named():
     found = straggler.slowest({0: 0.01, 1: 0.2, 2: 0.012, 3: 0.011})
     assert found == {"slowest_process": 1, "slowest_busy_s": 0.2, "median_busy_s": 0.011}
-
-
-def test_a_slow_device_is_named():
-    rates = {0: {"0": 90e12, "1": 88e12}, 1: {"2": 91e12, "3": 40e12}}
-    *_, reduce, slow = preflight.lines(rates, "what", 100e12, 30e9, 60e9)
-    assert slow == "slow: process 1 device 3: 40 TFLOP/s, 40% of the table's 100, 45% of the median"
-    assert reduce == "  all-reduce: 30 GB/s a device, 50% of all its links by the table"
-    assert (
-        preflight.lines({0: {"0": 1e9}}, "what", None, None, None)[-1]
-        == "  no device is slow beside the others"
-    )
-    assert preflight.matmul_rate(jax.devices()[0], 64, jnp.dtype("float32")) > 0
-    assert preflight.all_reduce_rate(1 << 12) > 0
 
 
 @pytest.mark.parametrize(
