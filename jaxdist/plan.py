@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.parallel.remat import FIT
-from jaxdist.planner import calibration, fewest, fit_remat, restarts, search, show, targets
+from jaxdist.planner import calibration, fewest, fit_remat, restarts, run_in_workdir, search, show, targets
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
-from jaxdist.trainer import cli, workdir
+from jaxdist.report_page import planned, reproduce
+from jaxdist.trainer import cli, provenance, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags, run = cli.parse(_parser(), arguments)
     if flags.fewest is not None:
         return _fewest(run, flags)
-    target = _target(flags.on)
+    run, target = _as_it_runs(run, flags)
     if flags.search and target.platform == "cpu":
         raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
     if flags.search and flags.fix:
@@ -65,6 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     assumed = restarts.Assumptions(flags.chip_hours_per_failure, flags.host_storage * 1e9)
     price = flags.price_per_chip_hour
     report = replace(plan, tokens=tokens, price_per_chip_hour=price, assumed=assumed).to_json()
+    report |= {
+        planned.DATE: datetime.now(UTC).isoformat(timespec="seconds"),
+        reproduce.SOURCE: {"hash": provenance.source_hash(plan.run.model_class)},
+    }
     if ranked:
         report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
         search.show(ranked, console, _run_words(arguments or sys.argv))
@@ -74,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     show.show(report, console)
     if folder:
-        workdir.write_json(folder / "plan.json", report)
+        workdir.write_json(folder / planned.PLAN_FILE, report)
         workdir.write_text(folder / "plan.txt", show.as_text(report))  # what `report` shows
     if flags.json:
         print(json.dumps(report, indent=1))
@@ -86,7 +92,7 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     given = (
         flags.search,
         flags.fix,
-        flags.on != "here",
+        flags.on,
         flags.workdir,
         flags.tokens,
         flags.expert_load > 1,
@@ -135,6 +141,20 @@ def _folder(name: str) -> Path:
     return folder
 
 
+def _as_it_runs(run: RunConfig, flags: argparse.Namespace) -> tuple[RunConfig, targets.Target]:
+    """Returns the run and its hardware; of a workdir's own run those of its last start."""
+    folder = Path(flags.workdir) if flags.workdir else None
+    if folder is None or Path(flags.config) != folder / workdir.CONFIG:
+        return run, _target(flags.on or "here")
+    info = run_in_workdir.read_info(folder)
+    if not info:
+        return run, _target(flags.on or "here")
+    target = _target(flags.on or run_in_workdir.target_text(folder, info))
+    if target.num_devices == info.get("num_devices"):
+        run = run_in_workdir.with_layout(run, folder, info)
+    return run, target
+
+
 def _target(text: str) -> targets.Target:
     if text == "here":
         initialize.skip_absent_tpu(os.environ)
@@ -179,7 +199,10 @@ def _at_least_one(text: str) -> float:
 
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
-    parser.add_argument("--on", default="here", help="v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here")
+    on_help = (
+        "v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here (default: what the run of --workdir, given "
+    )
+    parser.add_argument("--on", help=f"{on_help}without --config, is on; else here)")
     parser.add_argument("--fewest", metavar="FAMILY", help="the smallest h100, v5e, h100@25GB/s that fits")
     parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
     parser.add_argument(
@@ -212,7 +235,8 @@ def _parser() -> cli.ConfigParser:
         default=default.host_storage_bytes_per_s / 1e9,
         help="GB/s that one host writes to storage and reads from it (%(default)g)",
     )
-    parser.add_argument("--workdir", help="keep the plan there as plan.json and plan.txt")
+    workdir_help = "keep the plan there as plan.json and plan.txt; without --config plans the run in it"
+    parser.add_argument("--workdir", help=workdir_help)
     return parser
 
 

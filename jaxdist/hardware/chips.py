@@ -8,7 +8,7 @@ nothing is ever guessed. Nothing here imports jax.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -280,3 +280,12 @@ def count_chips(device_kind: str, devices: int) -> int:
     """Returns the chips that so many JAX devices are; those of an unknown kind are one each."""
     chip = chip_for(device_kind)
     return -(-devices // chip.devices_per_chip) if chip else devices
+
+
+def slice_shape(chip: Chip, devices: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+    """Returns the chips along each ICI dim of a slice, and how many slices, that TPU devices are."""
+    places = zip(*(device.coords for device in devices), strict=True)
+    shape = sorted(max(along) - min(along) + 1 for along in places)[3 - chip.torus_dims :]
+    if chip.torus_dims == 3 and shape == [1, 2, 2]:
+        shape.reverse()  # the one slice that is not written in ascending order
+    return tuple(int(n) for n in shape), len({getattr(device, "slice_index", 0) for device in devices})

@@ -252,14 +252,14 @@ def _meant(text: str) -> str:
         return ""
     if chip.torus_dims:
         number //= 2 if match["by"] == "-" and chip.family in _NAMED_BY_CORES else 1
-        shapes = [shape for shape in _slices_of(chip, number) if chip.legal_slice(shape)]
+        shapes = [shape for shape in slices_of(chip, number) if chip.legal_slice(shape)]
     else:
         each = min(number, chip.chips_per_host)
         shapes = [(number // each, each)] if number % each == 0 else []
     return f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?" if shapes else ""
 
 
-def _slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
+def slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
     """Yields shapes of a number of chips: those of the table, then cubes of 4x4x4, the most even first."""
     yield from (shape for shape in chip.slices if math.prod(shape) == number)
     sides = [side for side in range(4, number // 16 + 1, 4) if number % side == 0]
@@ -324,11 +324,7 @@ def _describe(devices: Sequence[jax.Device]) -> str:
     if not chip.torus_dims:
         hosts = len({device.process_index for device in devices})
         return f"{chip.family}:{hosts}x{len(devices) // hosts}"
-    coords = np.array([device.coords for device in devices])
-    shape = sorted(coords.max(0) - coords.min(0) + 1)[3 - chip.torus_dims :]
-    if chip.torus_dims == 3 and shape == [1, 2, 2]:
-        shape.reverse()  # the one slice that is not written in ascending order
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape, slices = hardware.slice_shape(chip, devices)
     return f"{chip.family}:{_by(shape)}x{slices}"
 
 

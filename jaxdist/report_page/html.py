@@ -15,7 +15,7 @@ from html import escape
 from importlib import resources
 
 from jaxdist.config import schema
-from jaxdist.report_page import experts, reproduce
+from jaxdist.report_page import experts, planned, reproduce
 from jaxdist.report_page.charts import Curve, chart, smooth
 from jaxdist.report_page.step_parts import step_parts
 from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
@@ -291,10 +291,15 @@ def _wall_time(run: RunSummary) -> str:
 
 def _step(run: RunSummary) -> str:
     """Returns the parts of a step, and what to look at first."""
-    parts = step_parts(run.rows.train[-1] if run.rows.train else {}, run.info, run.ops)
+    row = run.rows.train[-1] if run.rows.train else {}
+    plan = planned.read_plan(run.folder, run.config, run.info, run.events, row)
+    parts = step_parts(row, run.info, run.ops, plan)
     if parts is None:
         return ""
-    said = f'<p class="soft">{escape(parts.verdict())} ({escape(parts.source)}).</p>'
+    lines = [f"{parts.verdict(planned.command(run.folder, run.info))} ({parts.source})."]
+    if plan is not None:
+        lines.append(f"{planned.as_line(plan.document(parts.measured_to_planned))}.")
+    said = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines)
     return said + _table(["part", "share"], [[n, f"{100 * s:.1f} %"] for n, s in parts.shares.items()])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from jaxdist.storage import untrusted
 
 SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"  # in run.json
+TOPOLOGY = "topology"  # of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
 
 _OURS = "jaxdist."  # of these packages, a model or logger needs no word of trust
 _RECORDED = re.compile(r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)")

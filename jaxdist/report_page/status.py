@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page import cost, experts, reproduce
+from jaxdist.report_page import cost, experts, planned, reproduce
 from jaxdist.report_page.step_parts import step_parts
 from jaxdist.report_page.summary import number, sizes, unit_of
 from jaxdist.storage import lock, untrusted
@@ -67,7 +67,9 @@ class RunStatus:
         running, life = state == "running", self.lives[-1] if self.lives else None
         steps, step = _whole(self.config.get("train.steps")), self._step()
         step_s = number(row.get("step_time_s"))
-        spent, parts = self._account(running), step_parts(row, self.info, self.ops)
+        spent = self._account(running)
+        plan = planned.read_plan(self.folder, self.config, self.info, self.events, row)
+        parts = step_parts(row, self.info, self.ops, plan)
         document = {
             "workdir": str(self.folder),
             "state": state,
@@ -89,7 +91,9 @@ class RunStatus:
             "started": next((event["time"] for event in self.events if event["event"] == "start"), None),
             "starts": sum(event["event"] == "start" for event in self.events),
             "step_parts": parts and dict(parts.shares),  # shares of a step, estimated
-            "verdict": parts and parts.verdict(),
+            "verdict": parts and parts.verdict(planned.command(self.folder, self.info)),
+            "step_parts_source": parts and parts.source,
+            "plan": plan and plan.document(parts.measured_to_planned if parts else None),
             "goodput": spent.goodput,
             "ledger": {"buckets": spent.buckets, "wall_s": spent.wall_s},
             "cost": cost.cost(self.config, self.info, self.lives, spent, number(row.get("tokens_seen"))),
@@ -222,8 +226,10 @@ def as_text(document: Mapping[str, Any]) -> str:
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]
-    verdict = textwrap.wrap(document["verdict"] or "", 70)
-    lines += [f"{'' if index else 'verdict':<10}{line}" for index, line in enumerate(verdict)]
+    plan = planned.as_line(document["plan"]) if document["plan"] else ""
+    for name, text in (("verdict", document["verdict"] or ""), ("plan", plan)):
+        wrapped = textwrap.wrap(text, 70, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{'' if index else name:<10}{line}" for index, line in enumerate(wrapped)]
     lines += _ledger_lines(document)
     named = cost.as_texts(document["cost"], document["unit"]).items()
     lines += [f"cost      {', '.join(f'{name} {text}' for name, text in named)}"] * bool(named)

@@ -36,15 +36,31 @@ def describe(model: type, devices: np.ndarray, environ: Mapping[str, str] = os.e
     hosts = coordination.gather(socket.gethostname())
     if not hosts:  # only the first process writes it
         return {}
-    hashes = [x for name, x in sorted(consistency.code(model).items()) if name.startswith("source")]
     return {
+        **_topology(devices),
         "num_chips": count_chips(devices, machines=len(set(hosts.values()))),
         "versions": versions(),
-        reproduce.SOURCE: {"hash": digest(*hashes)[:16], **commit(_PACKAGE)},
+        reproduce.SOURCE: {"hash": source_hash(model), **commit(_PACKAGE)},
         reproduce.COMMAND: {"argv": _argv(), "folder": _folder(), "trains": _is_train_command()},
         reproduce.ENVIRONMENT: reproduce.recorded(environ),
         reproduce.HOSTS: [hosts[process] for process in sorted(hosts)],
     }
+
+
+def source_hash(model: type) -> str:
+    """Returns a hash of the source of this package and of a model's class."""
+    return digest(*(x for name, x in sorted(consistency.code(model).items()) if name.startswith("source")))[
+        :16
+    ]
+
+
+def _topology(devices: np.ndarray) -> dict[str, Any]:
+    """Returns how the chips of TPU devices are joined: `plan` compiles for such slices."""
+    chip = chips.chip_for(devices.flat[0].device_kind)
+    if chip is None or not chip.torus_dims:
+        return {}
+    shape, slices = chips.slice_shape(chip, list(devices.flat))
+    return {reproduce.TOPOLOGY: {"shape": list(shape), "slices": slices}}
 
 
 def count_chips(devices: np.ndarray, *, machines: int) -> int:

@@ -240,6 +240,8 @@ def describe_run(
         "num_devices": devices.size,
         "num_processes": jax.process_count(),
         "mesh": dict(built.rules.shape.sizes),
+        "zero": run.mesh.zero,
+        "accumulation": run.batch.accumulation,
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
         extension.SCHEDULE_KEY: schedule.to_json(),
         "parameters": spec.parameter_count,

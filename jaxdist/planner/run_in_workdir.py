@@ -1,0 +1,98 @@
+"""The run that stands in a workdir, as a plan needs it: the layout that runs, and the hardware it runs on."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, schema
+from jaxdist.hardware import chips
+from jaxdist.parallel.axes import AXES
+from jaxdist.planner import targets
+from jaxdist.report_page import planned, reproduce
+from jaxdist.storage import untrusted
+from jaxdist.telemetry.metrics import read_events
+from jaxdist.trainer import workdir
+from jaxdist.trainer.run_config import RunConfig
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """Returns the run.json of a folder, {} without one.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    try:
+        return untrusted.read_json(folder / workdir.RUN, dict)
+    except FileNotFoundError:
+        return {}
+    except (OSError, untrusted.Malformed) as error:
+        raise ConfigError(
+            f"{folder / workdir.RUN}: {untrusted.named(error)}; name the hardware with --on"
+        ) from error
+
+
+def target_text(folder: Path, info: Mapping[str, Any]) -> str:
+    """Returns the target that a run.json names: `v5p:4x4x4`, `h100:1x8`, `cpu:8`.
+
+    Raises:
+      ConfigError: it names none; the text says why.
+    """
+    kind, count = info.get("device_kind"), info.get("num_devices")
+    platform = chips.platform_of(str(info.get("platform")))
+    chip, cure = chips.chip_for(kind) if isinstance(kind, str) else None, "name the hardware with --on"
+    if type(count) is not int or not 0 < count < 2**20:
+        raise ConfigError(f"{folder / workdir.RUN} does not say how many devices the run has; {cure}")
+    if platform == "cpu":
+        return f"cpu:{count}"
+    if chip is None or not chip.family:
+        raise ConfigError(f"the run is on {kind!s:.60}, for which nothing is known of compiling; {cure}")
+    if not chip.torus_dims:
+        hosts = info.get(reproduce.HOSTS)
+        machines = max(1, len(set(map(str, hosts)))) if isinstance(hosts, list) else 1
+        if count % machines:
+            raise ConfigError(f"run.json has {count} devices on {machines} machines, unevenly; {cure}")
+        return f"{chip.family}:{machines}x{count // machines}"
+    sizes = _slices(info, chip, count // chip.devices_per_chip, cure)
+    return f"{chip.family}:{'x'.join(map(str, sizes))}"
+
+
+def _slices(info: Mapping[str, Any], chip: chips.Chip, number: int, cure: str) -> Sequence[int]:
+    """Returns the sizes of a run's TPU slices, and their number."""
+    topology = info.get(reproduce.TOPOLOGY)
+    if isinstance(topology, dict):
+        shape = topology.get("shape")
+        sizes = [*(shape if isinstance(shape, list) else ()), topology.get("slices")]
+        if all(type(n) is int and n > 0 for n in sizes) and math.prod(sizes) == number:
+            return sizes
+        raise ConfigError(f"run.json joins {number} chips as {topology!s:.60}, which cannot be; {cure}")
+    shapes = list(dict.fromkeys(s for s in targets.slices_of(chip, number) if chip.legal_slice(s)))
+    if len(shapes) == 1:
+        return shapes[0]
+    among = " or ".join(f"{chip.family}:{'x'.join(map(str, shape))}" for shape in shapes[:4])
+    said = f"run.json is of an older version, which did not say how {number} chips are joined; {cure}"
+    raise ConfigError(f"{said} ({among})" if among else said)
+
+
+def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunConfig:
+    """Returns the run of a folder with the layout of its last start, which an elastic one had refitted.
+
+    As it is, where the command line asks for another mesh than the run's config.
+
+    Raises:
+      ConfigError: what stands in the folder is no layout.
+    """
+    stored = workdir.read_config(folder, named=run.model["target"], trust_code=None)
+    if (stored.mesh, stored.batch.accumulation) != (run.mesh, run.batch.accumulation):
+        return run
+    flat = schema.flatten(schema.to_config_dict(stored))
+    layout = planned.layout_of_run(flat, info, read_events(folder))
+    sizes = {axis: layout.mesh[axis] for axis in AXES if axis in layout.mesh}
+    mesh = schema.to_config_dict(run.mesh).to_dict() | sizes | {"zero": layout.zero}
+    batch = schema.to_config_dict(run.batch).to_dict() | {"accumulation": layout.accumulation}
+    return dataclasses.replace(
+        run,
+        mesh=schema.from_config_dict(type(run.mesh), mesh),
+        batch=schema.from_config_dict(type(run.batch), batch),
+    )
