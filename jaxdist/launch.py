@@ -70,6 +70,10 @@ def _options(argv: list[str]) -> SupervisorOptions:
         faults.append(f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}")
     if not 0 <= flags.grace_s < float("inf"):
         faults.append(f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0")
+    if not 0 <= (minutes := getattr(flags, "grow_minutes", 0.0)) < float("inf"):
+        faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
+    if "grow_minutes" in flags and flags.capacity_file is None:
+        faults.append(f"--grow-minutes {minutes:g}: needs --capacity-file, which says that more can run")
     if not command:
         faults.append("no command: write `-- python -m jaxdist.train --config NAME` after the flags")
     if faults:
@@ -85,7 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices-per-process", type=int, metavar="K", help="CPU: emulate so many; GPU: each gets so many")
     add("--min-processes", type=int, metavar="M", help="least to go on with if some are lost (default: all)")
     add("--max-restarts", type=int, default=3, metavar="R", help="in a row without progress (default 3)")
-    add("--capacity-file", type=Path, metavar="PATH", help="how many processes can run; read at each start")
+    add(
+        "--capacity-file",
+        type=Path,
+        metavar="PATH",
+        help="file with how many can run; read at starts, while fewer do",
+    )
+    grow_help = "so long fewer run before they save and start again as more (default 10; 0: not)"
+    add("--grow-minutes", type=float, default=argparse.SUPPRESS, metavar="N", help=grow_help)
     grace_help = "time to save after a signal, before what still runs is killed (default 120)"
     add("--grace-seconds", dest="grace_s", type=float, default=120, metavar="S", help=grace_help)
     add("--preflight", action="store_true", help="first measure devices and all-reduce; name what is slow")

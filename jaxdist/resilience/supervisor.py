@@ -1,8 +1,9 @@
 """The agent of a node: starts a run's processes, and restarts all of them when one is lost.
 
 The others cannot go on without it: they wait in a collective for ever, and cannot save. So they are
-killed at once, and all restart from the newest good checkpoint, on the slots that are left. With
-several agents the scheduler restarts: an agent then only ends its own processes.
+killed at once, and all restart from the newest good checkpoint, on the slots that are left. A group that
+could be larger is asked to save and stop, and starts larger. With several agents the scheduler restarts: an
+agent then only ends its own processes.
 """
 
 import contextlib
@@ -20,8 +21,10 @@ from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, EXIT
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
 from jaxdist.resilience import elastic, stop_signals
+from jaxdist.resilience.growth import GrowthTimer
 from jaxdist.resilience.run_progress import ProgressReader, run_folder
 from jaxdist.resilience.worker_group import WorkerGroup
+from jaxdist.storage import untrusted
 
 _FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same way
 # Exit codes of processes that may have ended, and that did end, because another was lost.
@@ -29,6 +32,7 @@ _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
 _BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
 _WAIT_S = 600.0  # for enough capacity
+_MOST_BYTES = 4096  # of a capacity file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class SupervisorOptions:
     min_processes: int | None = None  # None: all or none
     max_restarts: int = 3  # in a row without progress
     capacity_file: Path | None = None
+    grow_minutes: float = 10.0  # that a group runs before it stops to grow; 0: it does not
     grace_s: float = 120.0  # between a signal and the end of all that still runs
     preflight: bool = False  # whether to measure devices first
 
@@ -57,6 +62,11 @@ class Supervisor:
         self.stop_requests = self._interrupts = 0  # signals so far; SIGINTs among them: the second ends all
         self._failures: list[str] = []  # since the last progress
         self._last_slot: int | None = None  # which was lost last
+        may_grow = options.capacity_file is not None and agents.number == 1
+        self._growth = GrowthTimer(60 * options.grow_minutes if may_grow else 0.0)
+        self._growing_to = 0  # the size for which the group that runs was asked to stop; 0: it was not
+        self._grown_from = 0  # the size before a growth that has made no progress yet; 0: there is none
+        self._most: int | None = None  # size of the next start, where a larger one has just failed
 
     def run(self) -> int:
         """Returns the exit code of the run."""
@@ -65,7 +75,7 @@ class Supervisor:
                 began, before, starts = time.monotonic(), self.progress.newest(), self.progress.starts()
                 workers = self._start(size)
                 try:
-                    self._attend(workers)
+                    self._attend(workers, before)
                     early = workers.codes()
                 finally:
                     workers.kill()
@@ -74,8 +84,14 @@ class Supervisor:
                 moved = self.progress.newest() > before or ran_long
                 stepped = moved or self.progress.folder is None or self.progress.starts() > starts
                 code = self._verdict(early, size, stepped)
+                if moved and self._grown_from:
+                    self._grown_from = 0
+                    self._growth.succeeded()
                 if code is None:
                     code = self._after_loss(workers, early, moved)
+                elif code == EXIT_PREEMPTED and self._growing_to and not self.stop_requests:
+                    self._after_growth(size)
+                    continue
                 if code is not None and not (code == EXIT_CONFIG and self._fewer_may_do(size)):
                     return code
             return EXIT_PREEMPTED if self.stop_requests else EXIT_PEER_LOST
@@ -97,14 +113,24 @@ class Supervisor:
             devices = device_environment(os.environ, slot, options.processes, options.devices_per_process)
             environments.append(shared | number | devices)
         self.say(f"starting {size} processes" + (f" of {total}" if total > size else ""))
+        self._growing_to, self._most = 0, None
+        self._grown_from = self._grown_from if size > self._grown_from else 0
+        self._growth.begin()
         return WorkerGroup(options.command, environments, first=first, wakeup=self._wakeup)
 
-    def _attend(self, workers: WorkerGroup) -> None:
-        """Returns when the processes have ended, have lost a process, or have had their time to stop."""
+    def _attend(self, workers: WorkerGroup, before: int) -> None:
+        """Returns when the processes have ended, have lost a process, or have had their time to stop.
+
+        Args:
+          before: the newest step when they started.
+        """
         deadline, fine = math.inf, {0, EXIT_PREEMPTED}
         while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
-            if (self.stop_requests or EXIT_PREEMPTED in codes.values()) and deadline == math.inf:
+            if self.stop_requests and self._growing_to:  # who asks from outside gives a time of his own
+                self._growing_to, deadline = 0, math.inf
+            asked = self.stop_requests or EXIT_PREEMPTED in codes.values()
+            if deadline == math.inf and (asked or self._should_grow(len(workers.processes), before)):
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
@@ -143,15 +169,23 @@ class Supervisor:
 
     def _after_loss(self, workers: WorkerGroup, early: Mapping[int, int], moved: bool) -> int | None:
         """Records a lost process; returns the exit code of the run if it ends here, else waits a little."""
-        number = lost_process(early)
-        if number is None:  # 75 from one, and no end of the others
+        number, codes = lost_process(early), workers.codes()  # those that were killed, too
+        if number is not None:
+            why = f"process {number} {describe_exit(early[number])}"
+        elif self._growing_to:
+            number = min(codes.keys() - early.keys())
+            why = f"process {number} did not stop in time to grow"
+        else:  # 75 from one, and no end of the others
             self.say("not all processes stopped in time")
             return EXIT_PEER_LOST
-        why, step = f"process {number} {describe_exit(early[number])}", self.progress.newest()
+        step = self.progress.newest()
         self.say(f"lost {why} at step {step}; the others are stopped")
-        self.progress.event("peer_lost", step, process=number, exit_code=early[number], why=why)
+        self.progress.event("peer_lost", step, process=number, exit_code=codes[number], why=why)
         if self.agents.number > 1:
             return EXIT_PEER_LOST
+        if self._grown_from or self._growing_to:  # the agent's own doing: it does not count
+            self._undo_growth() if self._grown_from else self._after_growth(len(codes), saved=False)
+            return None
         self._failures = [why] if moved else [*self._failures, why]
         failures, lost = len(self._failures), self.slots[number]
         if moved:
@@ -181,6 +215,40 @@ class Supervisor:
             f"--max-restarts {self.options.max_restarts}: {failures}. Process {number} said last:\n{said}"
         )
 
+    # --- growth -----------------------------------------------------------------------------------
+
+    def _should_grow(self, size: int, before: int) -> bool:
+        """Returns whether the group that runs is to stop, since a larger one can run; says so."""
+
+        def larger() -> int:
+            with contextlib.suppress(OSError, ValueError):  # gone, or being written: no room that is known of
+                found = self._largest_legal(self._read_capacity())
+                return found if found > size else 0
+            return 0
+
+        # Without progress the start would have been for nothing; were all starts, the run would not go on.
+        if not (found := self._growth.due(larger)) or self.progress.newest() <= before:
+            return False
+        self.say(
+            f"{found} processes can run: the {size} that run are asked to save, and start again as {found}"
+        )
+        self._growing_to = found
+        return True
+
+    def _after_growth(self, size: int, *, saved: bool = True) -> None:
+        """Records that a group of that size has stopped, to grow; without an event where it has not saved."""
+        if saved:
+            step = self.progress.newest()
+            self.progress.event("grow", step, processes_before=size, processes=self._growing_to)
+        self._grown_from, self._failures = size, []
+
+    def _undo_growth(self) -> None:
+        """Has the size that ran before start next: a larger one was lost before it made progress."""
+        self._growth.failed()
+        self._most, self._grown_from = self._grown_from, 0
+        wait = f"the next growth is tried after {self._growth.wait_s / 60:g} minutes"
+        self.say(f"no progress since the growth: back to {self._most} processes; {wait}")
+
     # --- how many ---------------------------------------------------------------------------------
 
     def _await_size(self) -> int | None:
@@ -188,8 +256,7 @@ class Supervisor:
         until, reported = time.monotonic() + _WAIT_S, None
         while not self.stop_requests:
             capacity = self._capacity()
-            sizes = (n for n in range(capacity, 0, -1) if n not in self._refused and self._is_legal(n))
-            size = next(sizes, 0)
+            size = self._largest_legal(capacity)
             if size >= (1 if self.agents.number > 1 else self._least):
                 if size < capacity:
                     why = "ended with 78" if capacity in self._refused else "no legal mesh has them"
@@ -205,15 +272,25 @@ class Supervisor:
             self._sleep(1.0)
         return None
 
+    def _largest_legal(self, capacity: int) -> int:
+        sizes = (n for n in range(capacity, 0, -1) if n not in self._refused and self._is_legal(n))
+        return next(sizes, 0)
+
     def _capacity(self) -> int:
+        slots, most = len(self.slots), self._most or len(self.slots)
+        try:
+            return min(self._read_capacity(), most)
+        except (OSError, ValueError) as error:
+            file = self.options.capacity_file
+            self.say(f"--capacity-file {file}: no whole number there ({error}); taking {min(slots, most)}")
+            return min(slots, most)
+
+    def _read_capacity(self) -> int:
+        """Returns how many processes can run now; raises OSError, ValueError if the file does not say it."""
         file, slots = self.options.capacity_file, len(self.slots)
         if file is None:
             return slots
-        try:
-            return max(0, min(int(file.read_text()), slots))
-        except (OSError, ValueError) as error:
-            self.say(f"--capacity-file {file}: no whole number there ({error}); taking {slots}")
-            return slots
+        return max(0, min(int(untrusted.read_bytes(file, max_bytes=_MOST_BYTES)), slots))
 
     def _is_legal(self, size: int) -> bool:
         """Returns whether the run's batch and mesh can be laid out on `size` processes.
@@ -232,9 +309,13 @@ class Supervisor:
     def _fewer_may_do(self, size: int) -> bool:
         """Records a size that ended with 78; returns whether to try a smaller one.
 
-        Only of a reduced start before the first step, when no file tells yet which sizes are legal.
+        Only of a reduced start before the first step, when no file tells yet which sizes are legal, and of
+        one that has grown.
         """
         self._refused.add(size)
+        if self._grown_from:
+            self._undo_growth()
+            return True
         return self._least < size < self.options.processes and self.progress.newest() == 0
 
     # --- signals ----------------------------------------------------------------------------------

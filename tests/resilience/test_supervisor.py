@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster, first_host
 from jaxdist.distributed.local_devices import device_environment, visible_gpus
-from jaxdist.resilience import elastic, stop_signals
+from jaxdist.resilience import elastic, growth, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, default_workdir, run_folder
 from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions, describe_exit, lost_process
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
@@ -218,12 +218,15 @@ def test_too_little_capacity_waits(tmp_path):
     assert said[0].startswith("waiting: 1 processes could run") and "2 are needed" in said[0]
 
 
+CONFIG_OF_8 = (
+    '{"mesh": {"data": -1, "fsdp": 1, "tensor": 1, "pipeline": 1, "expert": 1, "context": 1, "dcn": {}},'
+    ' "batch": {"global_size": 8, "accumulation": 1}, "pipeline": {"microbatches": 0}}'
+)
+
+
 def test_only_sizes_with_a_legal_mesh_are_started(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(
-        '{"mesh": {"data": -1, "fsdp": 1, "tensor": 1, "pipeline": 1, "expert": 1, "context": 1, "dcn": {}},'
-        ' "batch": {"global_size": 8, "accumulation": 1}, "pipeline": {"microbatches": 0}}'
-    )
+    (tmp_path / "run" / "config.json").write_text(CONFIG_OF_8)
     capacity = tmp_path / "capacity"
     capacity.write_text("3")
     options = {"min_processes": 1, "capacity_file": capacity, "devices_per_process": 2}
@@ -251,6 +254,171 @@ def test_a_first_start_that_is_refused_is_tried_with_fewer(tmp_path):
     assert (code, sizes) == (78, ["3", "2", "1"])
     code, _, sizes = first_start(tmp_path / "begun", "write_step(1); sys.exit(78)", min_processes=1)
     assert (code, sizes) == (78, ["3"]), "after a step config.json tells what is legal"
+
+
+# --- growth while it runs -------------------------------------------------------------------------
+
+# Of three processes one can run at first, and all once it has made a step; then SIGTERM does what END says.
+GROWS = """
+if size == 1 and gang() == 1:
+    def stop(*_): END
+    signal.signal(signal.SIGTERM, stop)
+    open(folder + "/capacity", "w").write("3")
+    write_step(1)
+    for _ in range(200): print("a word wakes the agent"); time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(growth, "LOOK_S", 0.05)
+    monkeypatch.setattr(growth, "STEADY_S", 0.2)
+
+
+def grown(folder: Path, text: str, capacity: str = "1", **options):
+    """Returns (exit code, what was said, sizes in their order) of a run that may grow at once."""
+    (folder / "capacity").write_text(capacity)
+    chosen = {"min_processes": 1, "max_restarts": 0, "grow_minutes": 1e-6, "grace_s": 1.0} | options
+    code, said = supervise(folder, text, 3, capacity_file=folder / "capacity", **chosen)
+    return code, said, [int(n) for n in re.findall(r"^starting (\d) processes", said, re.M)]
+
+
+def written(folder: Path, name: str) -> list[dict]:
+    return [event for event in read_events(folder / "run") if event["event"] == name]
+
+
+def test_a_group_that_can_be_larger_saves_and_starts_again(tmp_path, at_once):
+    code, said, sizes = grown(tmp_path, GROWS.replace("END", "sys.exit(75)"))
+    assert (code, sizes) == (0, [1, 3]) and "3 processes can run: the 1 that run are asked to save" in said
+    (grew,) = written(tmp_path, "grow")
+    assert (grew["step"], grew["processes_before"], grew["processes"]) == (1, 1, 3)
+    assert not written(tmp_path, "peer_lost")
+
+
+def test_a_run_that_ends_while_it_is_asked_to_grow_is_done(tmp_path, at_once):
+    code, said, sizes = grown(tmp_path, GROWS.replace("END", "sys.exit(0)"))
+    assert (code, sizes) == (0, [1]) and "are asked to save" in said
+    assert not read_events(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("sys.exit(1)", "process 0 ended with exit code 1"),
+        ("None", "process 0 did not stop in time to grow"),
+        ("kill_me()", "process 0 killed by SIGKILL"),
+    ],
+)
+def test_a_growth_whose_save_fails_is_a_loss_and_starts_larger(tmp_path, at_once, end, why):
+    code, said, sizes = grown(tmp_path, GROWS.replace("END", end))
+    assert (code, sizes) == (0, [1, 3]) and f"lost {why} at step 1" in said
+    assert [event["why"] for event in written(tmp_path, "peer_lost")] == [why]
+    assert not written(tmp_path, "grow")
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("sys.exit(1)", 70)])
+def test_a_stop_from_outside_during_a_growth_ends_the_run(tmp_path, at_once, end, code):
+    again = f"(signal.signal(signal.SIGTERM, lambda *_: {end}), os.kill(os.getppid(), signal.SIGTERM))"
+    found, said, sizes = grown(tmp_path, GROWS.replace("END", again))
+    assert (found, sizes) == (code, [1]) and "are asked to save" in said
+    assert not written(tmp_path, "grow")
+
+
+@pytest.mark.parametrize("end", ["kill_me()", "sys.exit(1)", "sys.exit(78)"])
+def test_a_growth_that_makes_no_progress_is_undone(tmp_path, at_once, end):
+    """The run is no worse off than without it: --max-restarts 0 would end it at the first loss."""
+    text = GROWS.replace("END", "sys.exit(75)") + f"\nif size == 3: {end}"
+    code, said, sizes = grown(tmp_path, text)
+    assert (code, sizes) == (0, [1, 3, 1]) and "no progress since the growth: back to 1 processes" in said
+
+
+def test_a_growth_that_fails_later_is_a_loss_like_any_other(tmp_path, at_once):
+    text = GROWS.replace("END", "sys.exit(75)") + "\nif size == 3 and gang() == 2: write_step(2); kill_me()"
+    (ended := tmp_path / "ended").mkdir()
+    assert grown(ended, text)[0] == 70, "--max-restarts 0"
+    code, said, sizes = grown(tmp_path, text, max_restarts=1)
+    assert (code, sizes) == (0, [1, 3, 3]) and "back to" not in said
+
+
+NO_GROWTH = {
+    "no step": (GROWS.replace("write_step(1)", "None"), "1", {}),
+    "off": (GROWS, "1", {"grow_minutes": 0.0}),
+    "too early": (GROWS, "1", {"grow_minutes": 1.0}),
+    "no file any more": (GROWS.replace('open(folder + "/capacity", "w").write("3")', ""), "1", {}),
+    "no number": (GROWS.replace('write("3")', 'write("many")'), "1", {}),
+    "fewer": (GROWS.replace('write("3")', 'write("0")'), "1", {}),
+}
+
+
+@pytest.mark.parametrize("why", NO_GROWTH)
+def test_a_group_stays_as_it_is(tmp_path, at_once, why):
+    text, capacity, options = NO_GROWTH[why]
+    if why == "no file any more":
+        text = text.replace("write_step(1)", 'os.remove(folder + "/capacity"); write_step(1)')
+    text = text.replace("range(200)", "range(8)").replace("END", "sys.exit(75)")
+    code, said, sizes = grown(tmp_path, text, capacity, **options)
+    assert (code, sizes) == (0, [1]) and "are asked" not in said
+
+
+@pytest.mark.parametrize(("first", "sizes"), [("2", [2]), ("1", [1, 2, 4])])
+def test_a_group_grows_to_sizes_with_a_legal_mesh(tmp_path, at_once, first, sizes):
+    """Three could run, then four."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(CONFIG_OF_8)
+    (capacity := tmp_path / "capacity").write_text(first)
+    text = """
+def stop(*_): sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+if rank == 0: open(folder + "/capacity", "w").write("3" if gang() == 1 else "4"); write_step(gang())
+for _ in range(15 if size < 4 else 0): print("a word"); time.sleep(0.1)
+"""
+    options = {"min_processes": 1, "devices_per_process": 2, "grow_minutes": 1e-6}
+    code, said = supervise(tmp_path, text, 4, capacity_file=capacity, **options)
+    assert code == 0 and re.findall(r"^starting (\d) processes", said, re.M) == [str(n) for n in sizes], said
+
+
+def test_capacity_must_last_and_growths_keep_their_distance():
+    now, looks = [0.0], []
+
+    def larger() -> int:
+        looks.append(now[0])
+        return room[0]
+
+    def run_for(seconds: int) -> list[float]:
+        """Returns when the timer said that it was time, asked twice a second."""
+        found = []
+        for _ in range(2 * seconds):
+            now[0] += 0.5
+            if timer.due(larger):
+                found.append(now[0])
+        return found
+
+    timer, room = growth.GrowthTimer(600.0, clock=lambda: now[0]), [4]
+    assert not run_for(599) and not looks
+    (first, *_) = run_for(30)
+    assert 600 + growth.STEADY_S <= first <= 600 + growth.STEADY_S + growth.LOOK_S
+    assert len(looks) <= 30 / growth.LOOK_S + 1
+
+    timer.begin()  # the next start; from here on there is room for one look of every three
+    looks.clear()
+    assert not run_for(600)
+    for _ in range(20):
+        for room[0] in (4, 0, 0):
+            assert not run_for(int(growth.LOOK_S))
+    assert len(looks) >= 60
+    room[0] = 4
+    assert run_for(30)
+
+    timer.failed()
+    timer.failed()
+    timer.begin()
+    assert timer.wait_s == 2400 and not run_for(2400) and run_for(30)
+    timer.succeeded()
+    timer.begin()
+    assert timer.wait_s == 600 and not run_for(600) and run_for(30)
+    timer = growth.GrowthTimer(0.0, clock=lambda: now[0])
+    looks.clear()
+    assert not run_for(10_000) and not looks
 
 
 # --- several agents -------------------------------------------------------------------------------
