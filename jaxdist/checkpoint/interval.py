@@ -35,14 +35,17 @@ def mean_time_between_failures(
     """Returns the seconds between failures of a run, and whose word that is: for people.
 
     Args:
-      lives: of the run, the last of which goes on. Those that ended without a word have failed.
+      lives: of the run, the last of which goes on. One that ended before its first step counts for nothing:
+        no save could have helped it, and a start that always fails says nothing of how often a run does.
       chips: of it.
       chip_hours_per_failure: as configured; 0: as the lives say, and until one has failed as others' did.
     """
     if chip_hours_per_failure:
         return 3600 * chip_hours_per_failure / chips, "checkpoint.chip_hours_per_failure"
-    if failures := sum(not life.ended for life in lives[:-1]):
-        return sum(life.seconds for life in lives) / failures, f"{failures} failures of this run"
+    before = [life for life in lives[:-1] if life.has_trained]
+    if failures := sum(life.failed for life in before):
+        source = f"{failures} failure{'s' * (failures > 1)} of this run"
+        return sum(life.seconds for life in [*before, lives[-1]]) / failures, source
     return 3600 * CHIP_HOURS_PER_FAILURE / chips, f"a failure in {CHIP_HOURS_PER_FAILURE:,.0f} chip hours"
 
 

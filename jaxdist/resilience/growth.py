@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 
-LOOK_S = 4.0  # between looks at the capacity
+LOOK_S = 2.0  # between looks at the capacity
 STEADY_S = 10.0  # that all looks must have found room: a capacity that is back for a moment costs nothing
 
 

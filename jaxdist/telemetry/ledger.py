@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED, exit_code_of
 from jaxdist.storage import atomic, untrusted
 from jaxdist.telemetry.metrics import Row
 
@@ -36,7 +37,8 @@ class Life:
 
     began: float
     written: float = 0.0  # when this was written
-    ended: bool = False  # in an orderly way
+    ended: bool = False  # and could say so
+    exit_code: int = 0  # then: 0 done, 75 saved at a signal, else that of the exception that ended it
     phase: str = "start"  # what it does then
     since: float = 0.0
     first: int | None = None  # updates finished before its first step, or as many as it went back to
@@ -47,6 +49,19 @@ class Life:
     @property
     def seconds(self) -> float:
         return sum(self.buckets.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a life that is over lost what it had not saved: by a kill, a hang, an exception.
+
+        A fault of the config is none: it says nothing of how often runs fail.
+        """
+        return not self.ended or self.exit_code not in (0, EXIT_PREEMPTED, EXIT_CONFIG)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it has finished a step."""
+        return self.first is not None and self.step - self.first + self.undone > 0
 
 
 class Ledger:
@@ -175,10 +190,18 @@ class Ledger:
         thread.start()
         try:
             yield
+        except BaseException as error:
+            code = exit_code_of(error)
+            self._life.exit_code = code if type(code) is int and code > 0 else 1  # a class of others has any
+            raise
         finally:
             self._life.ended = True
             self._over.set()
             thread.join(CLOSE_S)  # a disk that hangs holds nobody up
+
+    def end_with(self, exit_code: int) -> None:
+        """Says how the life ends, unless an exception ends it."""
+        self._life.exit_code = exit_code
 
     def summary(self) -> str:
         """Returns `goodput_line` of all lives; "" where this one is not written, or counts for nothing."""
@@ -262,13 +285,14 @@ def read_lives(folder: Path | str) -> list[Life]:
 
 def _life(entry: dict) -> Life:
     """Returns a life as it was written; raises what `read_lives` catches if it is another thing."""
+    entry = {"exit_code": 0} | entry  # older ledgers do not have it
     life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
     numbers = (life.began, life.written, life.since, *life.buckets.values())
     if not all(map(_is_time, numbers)):
         raise untrusted.Malformed("a time is no number")
-    counts = (life.step, life.undone, 0 if life.first is None else life.first)
+    counts = (life.step, life.undone, life.exit_code, 0 if life.first is None else life.first)
     if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(life.phase, str):
-        raise untrusted.Malformed("a step is no number")
+        raise untrusted.Malformed("a step or an exit code is no number")
     return life
 
 

@@ -12,7 +12,7 @@ import jax
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
-from jaxdist.config import trees
+from jaxdist.config import EXIT_PREEMPTED, trees
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
@@ -231,6 +231,7 @@ class Trainer:
             raise TrainingStopped(message, "save_failed")
         if signals.stopping and progress.step < train.steps:
             self.writer.event("preempted", progress.step)
+            self.watch.ledger.end_with(EXIT_PREEMPTED)
             self.stopped = f"stopped after step {progress.step}, saved; run again to go on"
             return state
         skipped = int(state.opt_state.skipped)

@@ -1,6 +1,9 @@
 """checkpoint.interval=auto: what it chooses from saves and failures, when it says so, and a run with it."""
 
+import json
 import math
+import os
+import signal
 
 import pytest
 
@@ -9,9 +12,13 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.interval import FIRST_S, SaveInterval, checkpoint_interval, mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.planner.formulas import lost_share
-from jaxdist.telemetry.ledger import Life
+from jaxdist.resilience.preemption import Interrupted
+from jaxdist.telemetry.ledger import Life, read_lives
 from jaxdist.telemetry.metrics import read_events
-from support.runs import TINY
+from jaxdist.trainer import trainer
+from jaxdist.trainer.hooks import StepView, every
+from support.launches import events, finish, launched
+from support.runs import TINY, run_of
 
 AUTO = CheckpointConfig(interval="auto")
 HOUR = (3600.0, "test")
@@ -57,17 +64,75 @@ def test_fixed_intervals_stay():
     assert SaveInterval(CheckpointConfig()).seconds == 0
 
 
+KILLED, GOES_ON, DONE, UNSTARTED = -1, -1, 0, -2  # beside exit codes that a life itself has written
+
+
 @pytest.mark.parametrize(
-    ("lives", "given", "seconds", "by"),
+    ("ends", "given", "seconds", "by"),
     [
-        ([True], 100.0, 3600 * 100 / 8, "checkpoint.chip_hours_per_failure"),
-        ([True], 0.0, 3600 * 50_000 / 8, "a failure in 50,000 chip hours"),
-        ([False, True, False, False], 0.0, 4 * 1000 / 2, "2 failures of this run"),  # the last one goes on
+        ([GOES_ON], 100.0, 3600 * 100 / 8, "checkpoint.chip_hours_per_failure"),
+        ([GOES_ON], 0.0, 3600 * 50_000 / 8, "a failure in 50,000 chip hours"),
+        ([KILLED, DONE, KILLED, GOES_ON], 0.0, 4 * 1000 / 2, "2 failures of this run"),
+        ([1, GOES_ON], 0.0, 2 * 1000, "1 failure of this run"),  # an exception
+        ([1, 70, 76, 77, GOES_ON], 0.0, 5 * 1000 / 4, "4 failures of this run"),
+        ([DONE, 75, 78, GOES_ON], 0.0, 3600 * 50_000 / 8, "a failure in 50,000 chip hours"),
+        ([UNSTARTED, KILLED, UNSTARTED, GOES_ON], 0.0, 2 * 1000, "1 failure of this run"),
     ],
 )
-def test_failures_are_as_configured_or_as_the_run_has_had_them(lives, given, seconds, by):
-    known = [Life(0.0, ended=ended, buckets={"step": 900.0, "start": 100.0}) for ended in lives]
+def test_failures_are_as_configured_or_as_the_run_has_had_them(ends, given, seconds, by):
+    def life(end: int) -> Life:
+        steps = 0 if end == UNSTARTED else 100
+        buckets = {"step": 900.0, "start": 100.0}
+        return Life(0.0, ended=end >= 0, exit_code=max(end, 0), first=50, step=50 + steps, buckets=buckets)
+
+    known = [life(end) for end in ends]
     assert mean_time_between_failures(known, chips=8, chip_hours_per_failure=given) == (seconds, by)
+
+
+def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
+    """A real run: ended by an exception, by an interrupt, by a signal for which it saves, and to its end."""
+    monkeypatch.setattr("jaxdist.checkpoint.interval.FIRST_S", 0.01)
+    ends = {10: RuntimeError("no such file"), 20: KeyboardInterrupt(), 30: None}
+
+    def end(view: StepView) -> None:
+        if error := ends.pop(view.step, None):
+            raise error
+        if view.step == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"config": None, "hooks": [every(10, end)]}
+    changes = TINY | {"checkpoint.interval": "auto", "train.steps": 40}
+    options["config"] = run_of("quickstart", **changes)
+    for error in (RuntimeError, KeyboardInterrupt, Interrupted):
+        with pytest.raises(error):
+            trainer.run(folder=tmp_path, **options)
+    trainer.run(folder=tmp_path, **options)
+    lives = read_lives(tmp_path)
+    assert not ends and all(life.ended for life in lives)
+    assert [life.exit_code for life in lives] == [1, 1, 75, 0]
+    assert [life.failed for life in lives] == [True, True, False, False]
+    chosen = [event for event in read_events(tmp_path) if event["event"] == "save_interval"]
+    said = {event["mtbf_by"] for event in chosen}
+    assert {"a failure in 50,000 chip hours", "1 failure of this run", "2 failures of this run"} == said
+    assert (
+        min(event["mtbf_s"] for event in chosen) < 600 and "2 failures of this run" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_exceptions_of_either_of_two_processes_are_failures(tmp_path):
+    """Under launch: the first process writes that it failed, the other's exception ends it without a word."""
+    orders = {"FAULTY_ORDERS": json.dumps([["an exception", 0, 12], ["an exception", 1, 24]])}
+    auto = {"checkpoint__interval": "auto", "train__steps": 40}
+    workdir = tmp_path / "run"
+    with launched(workdir, "--processes", "2", devices=1, recorded=orders, **auto) as agent:
+        finish(agent, workdir)
+    lost = [(event["process"], event["exit_code"]) for event in events(workdir, "peer_lost")]
+    lives = read_lives(workdir)
+    assert lost == [(0, 1), (1, 1)]
+    assert [(life.ended, life.exit_code) for life in lives] == [(True, 1), (False, 0), (True, 0)]
+    mtbf_s, source = mean_time_between_failures(lives, chips=2, chip_hours_per_failure=0.0)
+    assert source == "2 failures of this run" and mtbf_s == sum(life.seconds for life in lives) / 2
 
 
 def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):

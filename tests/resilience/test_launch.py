@@ -19,11 +19,13 @@ import pytest
 from jaxdist import launch, train
 from jaxdist.checkpoint.files import list_steps
 from jaxdist.distributed import initialize
-from jaxdist.resilience import run_progress, supervisor
+from jaxdist.resilience import growth, run_progress, supervisor
+from jaxdist.telemetry.metrics import read_rows
 from support.launches import (
     STEPS,
     apart,
     assert_fed_once,
+    assert_time_adds_up,
     ended,
     events,
     finish,
@@ -204,6 +206,53 @@ def test_4_to_3_to_1_to_4_processes(tmp_path):
     assert not leftovers(workdir)
 
 
+@pytest.mark.slow
+def test_a_shrunk_group_grows_back_while_it_runs(tmp_path):
+    """4 processes, 2 after a kill -9, and 4 again once the capacity file has said so for long enough."""
+    sixty = FOUR | {"train__steps": 60}
+    straight = straight_run_of_four(tmp_path / "straight", **sixty)
+    workdir, capacity, began = tmp_path / "run", tmp_path / "capacity", time.time()
+    capacity.write_text("4")
+    flags = ["--processes", "4", "--min-processes", "1", "--max-restarts", "1", "--grow-minutes", "0.05"]
+
+    def flap(times: int) -> None:
+        for size in ("4", "2") * times:
+            capacity.write_text(size)
+            time.sleep(growth.LOOK_S + 1)  # each is seen
+
+    paced = {"FAULTY_PACE_S": "1"}
+    with launched(workdir, *flags, "--capacity-file", str(capacity), recorded=paced, **sixty) as agent:
+        wait_for_step(agent, workdir, 6)
+        capacity.write_text("2")
+        newest, since = last_step(workdir), kill(agent, 3, workdir)
+        wait_for_step(agent, workdir, newest + 1, since)
+        flap(2)
+        assert "are asked to save" not in output(workdir) and last_step(workdir) < 40
+        capacity.write_text("4")
+        back = time.time()
+        while len(events(workdir, "start")) < 3:
+            assert agent.poll() is None, output(workdir)[-4000:]
+            time.sleep(0.01)
+        flap(1)
+        finish(agent, workdir)
+    (grew,) = events(workdir, "grow")
+    assert (grew["processes_before"], grew["processes"]) == (2, 4)
+    assert [begun["processes"] for begun in events(workdir, "start")] == [4, 2, 4]
+    assert [event["accumulation"] for event in events(workdir, "resize")] == [2, 1]
+    assert len(events(workdir, "peer_lost")) == 1
+    ((saved, at),) = [(event["step"], event["time"]) for event in events(workdir, "preempted")]
+    (first,) = [row["time"] for row in read_rows(workdir).train if row["step"] == saved + 1]
+    print(f"from room to the request and save {at - back:.1f} s, to the first step of 4 {first - back:.1f} s")
+    spent = assert_time_adds_up(workdir, began=began, ended=time.time())
+    print({name: round(seconds, 2) for name, seconds in spent.buckets.items()})
+    assert losses(workdir) == pytest.approx(losses(straight), rel=1e-5)
+    distance = apart(parameters(workdir, 60), parameters(straight, 60), "trainable/")
+    print(f"parameters are {distance:.2g} apart")
+    assert 0 < distance <= 1e-5
+    assert_fed_once(workdir, 60, 12)
+    assert not leftovers(workdir)
+
+
 def signal_agent(agent: subprocess.Popen, _: Path) -> None:
     agent.send_signal(signal.SIGTERM)
 
@@ -368,6 +417,10 @@ def test_faults_have_one_line_and_exit_code_78(capsys, tmp_path):
     for wrong in ("nan", "inf", "-1"):
         assert launch.main([f"--grace-seconds={wrong}", "--", "true"]) == 78
         assert f"--grace-seconds {wrong}: must be a finite number >= 0" in capsys.readouterr().err
+        assert launch.main([f"--grow-minutes={wrong}", "--", "true"]) == 78
+        said = capsys.readouterr().err
+        assert f"--grow-minutes {wrong}: must be a finite number >= 0" in said
+        assert f"--grow-minutes {wrong}: needs --capacity-file" in said
 
 
 def test_a_machine_that_has_no_room_for_a_process_ends_with_70(monkeypatch, capsys):

@@ -2,7 +2,8 @@
 
 In the environment: FAULTY_LEDGER, a folder; FAULTY_ORDERS, JSON [[kind, process, step], ...], each of
 which happens once in a run's life; FAULTY_SAMPLES, JSON, samples that make the loss NaN; FAULTY_WINDOWS,
-JSON, windows of batches that are left out from the beginning; FAULTY_CACHE, the folder of token caches.
+JSON, windows of batches that are left out from the beginning; FAULTY_CACHE, the folder of token caches;
+FAULTY_PACE_S, seconds before each step.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ CHECKPOINTS = WORKDIR / "checkpoints"
 ORDERS, SAMPLES, WINDOWS = (
     json.loads(os.environ.get(f"FAULTY_{name}", "[]")) for name in ("ORDERS", "SAMPLES", "WINDOWS")
 )
+PACE_S = float(os.environ.get("FAULTY_PACE_S", "0"))
 SICK_STEPS = 12  # that a disk stays full or read-only
 
 
@@ -191,6 +193,7 @@ class Recorded:
         samples = [str(sample) for shard in shards for sample in np.asarray(shard.data)]
         os.write(self._file, f"{time.time()} {self._number} {' '.join(samples)}\n".encode())
         self._do(self._number)
+        time.sleep(PACE_S)
         state, metrics = self._step(state, batch)
         self._next = state.step
         return state, metrics

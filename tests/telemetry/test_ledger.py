@@ -1,5 +1,6 @@
 """Buckets of the ledger that are no phases, and the line that says where a run's time went."""
 
+import json
 import re
 import subprocess
 import threading
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxdist.config import ConfigError
 from jaxdist.telemetry import compile_time, ledger
 from jaxdist.telemetry.ledger import Ledger, Life
 from support.launches import assert_time_adds_up
@@ -171,6 +173,27 @@ def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
         book._write()
         assert book.goodput == pytest.approx(0.75)
     assert book.summary() == "goodput 75 %: 25 % save"
+
+
+def test_a_life_says_how_it_ended_and_older_ledgers_are_read(tmp_path):
+    for code in (75, 0):
+        with (book := Ledger()).published(tmp_path):
+            book.end_with(code)
+    for error in (ValueError(), ConfigError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), (book := Ledger()).published(tmp_path):
+            book.end_with(75)
+            raise error
+    lives = ledger.read_lives(tmp_path)
+    assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1] and all(life.ended for life in lives)
+    assert [life.failed for life in lives] == [False, False, True, False, True]
+    stored = json.loads((file := tmp_path / ledger.LEDGER_FILE).read_text())
+    for entry in stored["lives"]:
+        del entry["exit_code"]
+    file.write_text(json.dumps(stored))
+    assert [life.exit_code for life in ledger.read_lives(tmp_path)] == [0] * 5
+    stored["lives"][0]["exit_code"] = "x"
+    file.write_text(json.dumps(stored))
+    assert ledger.read_lives(tmp_path) == []
 
 
 @pytest.mark.slow

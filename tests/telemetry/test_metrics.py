@@ -21,7 +21,7 @@ from support.paths import ROOT
 
 PACKAGE = ROOT / "jaxdist"
 EVENTS = set(  # of events.jsonl: tools read them
-    "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize stop".split()
+    "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize grow stop".split()
     + "spike drift straggler slow_steps logger_failed preemption_notice save_interval".split()
     + "checkpoint_copied checkpoint_copy_failed checkpoint_fetched".split()
 )
