@@ -17,8 +17,10 @@ from jaxdist import config
 from jaxdist.config import extras
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
+from jaxdist.distributed.network import network_faults
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.hardware.network import read_limits
 from jaxdist.parallel.mesh import count_slices
 from jaxdist.parallel.precision import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
@@ -37,8 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def examine(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns everything that the doctor looks at, as plain JSON values, by section."""
+def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any]:
+    """Returns everything that the doctor looks at, as plain JSON values, by section.
+
+    Args:
+      root: below which the files of `network` lie.
+    """
     try:
         devices, trouble = jax.devices(), None
     except Exception as error:  # plugins fail in many ways, and this is what one asks the doctor
@@ -70,6 +76,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             "tokenised data": _disk(DataConfig().cache_folder()),
             "compiled programs": _disk(programs),
         },
+        "network": [fault._asdict() for fault in network_faults(root, environ, read_limits(root))],
         "extras": {
             module: "present" if find_spec(module) else f"missing: {extras.install_command(extra)}"
             for module, extra in sorted(extras.EXTRAS.items())
@@ -141,6 +148,8 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _text(path: str, value: Any) -> str:
     """Returns a value with the unit that its name tells."""
     if isinstance(value, Mapping):
+        if "cure" in value:
+            return f"{value['check']}: {value['fault']}; cure: {value['cure']}"
         return ", ".join(f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return "; ".join(_text(path, item) for item in value) or "none"

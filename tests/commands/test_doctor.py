@@ -28,12 +28,13 @@ def test_json_on_a_bare_cpu(capsys):
     assert set(report["extras"]) == set(extras.EXTRAS)
     assert all(place["free_bytes"] > 0 for place in report["disk"].values())
     assert report["host"]["memory_bytes"] > 2**28
+    assert all(set(fault) == {"check", "fault", "cure"} for fault in report["network"])
 
 
 def test_text_has_every_section(capsys):
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
-    for section in "devices versions chip host disk extras flags mfu".split():
+    for section in "devices versions chip host disk network extras flags mfu".split():
         assert f"\n{section}\n  " in "\n" + text
     assert "  count: 8\n" in text and "flags\n  none" in text and "GiB, writable True" in text
 
