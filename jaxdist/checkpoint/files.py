@@ -28,7 +28,7 @@ from etils import epath
 
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
 from jaxdist.storage import atomic
-from jaxdist.storage.untrusted import Malformed, named, of_kind, read_json
+from jaxdist.storage.untrusted import Malformed, named, of_kind, read_bytes, read_json
 
 FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
@@ -38,6 +38,7 @@ QUARANTINE = "quarantine"
 LOCK, OWNER = ".lock", "owner.json"  # of the process that writes to the folder; where no lock is, a lease
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
+_HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _GROUPS = {"progress", "fingerprints", "config"}  # of a run's metadata: objects, where they are there
 _MOST_TRIED = 64  # whole steps that a restore looks at
 _MOST_LISTINGS = 20  # of a folder whose steps are deleted while they are read
@@ -55,6 +56,15 @@ class CheckpointError(Exception):
     def __init__(self, message: str, steps: Mapping[int, str] | None = None):
         super().__init__(message)
         self.steps = dict(steps or {})
+
+
+def error_text(error: Exception) -> str:
+    """Returns an error in one line, with its type where it is none of ours."""
+    # TensorStore's reason comes last, but for a dump of its options, which says nothing to a user.
+    text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
+    if len(text) > _HEAD_CHARS + _TAIL_CHARS:
+        text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +160,20 @@ def all_steps(folder: Path) -> list[int]:
     """Returns the committed steps and those that lack a part, damaged by hand or by the disk, ascending."""
     steps = _numbered(folder)
     return [step for step in steps if _is_whole(folder / str(step)) or not _marker(folder, step).exists()]
+
+
+def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
+    """Returns what to raise where none of the steps can be used, {step: reason}."""
+    if not failures:
+        aside = quarantine_folder(folder)
+        hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
+        return CheckpointError(f"there is no checkpoint in {folder}{hint}")
+    tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
+    return CheckpointError(
+        f"no usable checkpoint in {folder}; all are left there:\n{tried}\n"
+        f"put a good one back from a copy, or begin anew in another folder",
+        failures,
+    )
 
 
 def newest_first(folder: Path, listed: Callable[[Path], list[int]] | None = None) -> Iterator[int]:
@@ -333,8 +357,11 @@ def _remove_tree(path: Path) -> None:
         path.rmtree()
 
 
-def quarantine(folder: Path, step: int, reason: str) -> None:
+def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) -> None:
     """Move what is at `step`'s place to the quarantine folder, with the reason.
+
+    Args:
+      undone: whether it is sound, but the run has gone back behind it.
 
     Raises:
       OSError: it cannot be moved.
@@ -347,8 +374,20 @@ def quarantine(folder: Path, step: int, reason: str) -> None:
         target = aside / f"{step}-{number}"
     source, note = folder / str(step), target.with_name(f"{target.name}.json")
     document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
+    document |= {"undone": True} if undone else {}
     if isinstance(source, Path):
         shutil.move(source, target)  # also to another disk; first, as a full one takes no note
     atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
     if not isinstance(source, Path):
         source.rename(target)  # last: in an object store the note is what makes the folder be
+
+
+def undone_manifests(folder: Path, step: int) -> list[bytes]:
+    """Returns the manifests that `step` had each time when the run went back behind it."""
+    found = []
+    for note in quarantine_folder(folder).glob(f"{step}*.json"):
+        with contextlib.suppress(OSError, Malformed):
+            document = read_json(note, dict)
+            if document.get("undone") is True and document.get("step") == step:
+                found.append(read_bytes(note.with_suffix("") / MANIFEST))
+    return found

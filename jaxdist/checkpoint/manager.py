@@ -22,7 +22,7 @@ from jaxdist.checkpoint import fingerprint, state_dict
 from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, StepInfo
+from jaxdist.checkpoint.files import CheckpointError, StepInfo, error_text
 from jaxdist.checkpoint.interval import SaveInterval
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination, initialize
@@ -31,7 +31,6 @@ from jaxdist.storage import lock
 # With several processes, process 0's clock decides for all; asking it is a wait for that process, so
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
-_HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
 _ANSWER_S, _GRACE_S = 2, 10  # for the file system, at least; for Orbax to say itself what took too long
@@ -49,6 +48,8 @@ class SaveResult:
 
 
 Wanted = Callable[[StepInfo], Any]  # what a step says about itself -> abstract state
+# (a damaged step, why) -> that step, if its copy has its place now, or 0; (None, ""): any. Raises nothing
+Fetch = Callable[[int | None, str], int]
 
 
 class NotOwner(CheckpointError):
@@ -104,6 +105,7 @@ class CheckpointManager:
         self.newest = 0  # the newest step that was restored or saved since; 0: none
         self.best: list[int] = []  # steps to keep: the last of them that was saved
         self.held: frozenset[int] = frozenset()  # steps that stay for as long as they are copied
+        self.fetch: Fetch = lambda step, reason: 0  # for what a restore finds damaged
         self._last_step: int | None = None  # saved or restored; not due again
         self._last_save: float | None = None  # of `should_save`'s clock; None before its first call
         self._now: float | None = None
@@ -117,7 +119,7 @@ class CheckpointManager:
                     self._become_owner(run)
                 except OSError as error:
                     self._owned.close()
-                    raise CheckpointError(f"{self.folder} cannot be written: {_short(error)}") from error
+                    raise CheckpointError(f"{self.folder} cannot be written: {error_text(error)}") from error
 
     def _become_owner(self, run: str | None) -> None:
         """Locks the folder, or where nothing can be locked leases it, and removes what dead saves left.
@@ -255,7 +257,7 @@ class CheckpointManager:
                 return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
             folders.begin_save(self.folder, step)
         except Exception as error:  # of the disk, or of an object store's client
-            return _short(error)
+            return error_text(error)
         return ""
 
     def _start(self, step: int, arrays: Mapping[str, Any], document: dict) -> jax.Array | Exception:
@@ -284,7 +286,7 @@ class CheckpointManager:
                 integrity.seal(self.folder, step, self.run, fingerprints)
             self.newest = step
         except Exception as error:
-            text, place = _short(error), str(self.folder / str(step))
+            text, place = error_text(error), str(self.folder / str(step))
             text += "" if place in text else f" ({place})"  # errors of write and fsync name nothing
             ok, problem = False, CheckpointError(f"step {step} was not saved: {text}")
             self._last_step = None  # so that a save at the end is tried again
@@ -292,7 +294,7 @@ class CheckpointManager:
             if jax.process_index() == 0 and self._is_ours():
                 self._tidy(step, committed=ok)
         except Exception as error:
-            problem = problem or CheckpointError(f"old checkpoints were not deleted: {_short(error)}")
+            problem = problem or CheckpointError(f"old checkpoints were not deleted: {error_text(error)}")
         report(problem, ok=ok)
 
     def _tidy(self, step: int, *, committed: bool) -> None:
@@ -342,7 +344,7 @@ class CheckpointManager:
             self.check_owner()
         self.wait()
         failures: dict[int, str] = {}
-        for candidate in self._candidates() if step is None else [step]:
+        for candidate in self._candidates(step, failures):
             try:
                 restored = self._attempt(candidate, abstract_state, partial)
             except state_dict.LayoutError:
@@ -355,22 +357,27 @@ class CheckpointManager:
             self._last_step = self.newest = candidate
             self._set_aside({bad: self.bad_steps[bad] for bad in failures if bad in self.bad_steps})
             return restored
-        if not failures:
-            aside = folders.quarantine_folder(self.folder)
-            hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
-            raise CheckpointError(f"there is no checkpoint in {self.folder}{hint}")
-        tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
-        raise CheckpointError(
-            f"no usable checkpoint in {self.folder}; all are left there:\n{tried}\n"
-            f"put a good one back from a copy, or begin anew in another folder",
-            failures,
-        )
+        raise folders.none_usable(self.folder, failures)
 
-    def _candidates(self) -> Iterator[int]:
-        """Yields the newest whole steps and the torn ones between them, newest first; to all the same."""
-        steps = folders.newest_first(self.folder, folders.steps_to_try)
+    def _candidates(self, only: int | None, failures: Mapping[int, str]) -> Iterator[int]:
+        """Yields the newest whole steps and the torn ones between them, newest first; to all the same.
+
+        Who asks for another has `failures` of the last one: its copy, where there is one, takes its place
+        and is yielded next. At the end comes the newest copy that was not tried.
+        """
+        steps = folders.newest_first(self.folder, folders.steps_to_try) if only is None else iter([only])
         while (step := coordination.broadcast(next(steps, -1))) >= 0:
             yield step
+            if self._fetch(step, failures.get(step, "")):
+                yield step
+        if only is None and (step := self._fetch(None, "")):
+            yield step
+
+    def _fetch(self, step: int | None, reason: str) -> int:
+        """Returns the step whose copy was fetched, 0 if none was; process 0 decides for all."""
+        fetched = coordination.broadcast(self.fetch(step, reason) if jax.process_index() == 0 else 0)
+        self.bad_steps.pop(fetched, None)
+        return fetched
 
     def _attempt(self, step: int, abstract_state: Any | Wanted, partial: bool) -> Restored:
         """Returns the state of `step`.
@@ -434,14 +441,6 @@ def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        reason = _short(error)
+        reason = error_text(error)
     if reason := coordination.first_error(reason):
         raise CheckpointError(reason)
-
-
-def _short(error: Exception) -> str:
-    # TensorStore's reason comes last, but for a dump of its options, which says nothing to a user.
-    text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
-    if len(text) > _HEAD_CHARS + _TAIL_CHARS:
-        text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -105,6 +105,7 @@ def check(
     part: tuple[int, int] = (0, 1),
     contents: bool = True,
     inside: str = "",
+    threads: int | None = None,
 ) -> Manifest:
     """Returns the manifest of a step that is all it was when sealed.
 
@@ -113,6 +114,7 @@ def check(
       part: (i, n): of the files hash only every n-th, from the i-th: n processes share the work.
       contents: whether to hash at all, or to look only at names and sizes.
       inside: hash only files whose names begin so.
+      threads: how many hash; 1: the caller's; None: up to eight.
 
     Raises:
       CheckpointError: what is wrong with it.
@@ -131,7 +133,7 @@ def check(
             faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
     if not faults and contents:
         chosen = sorted(file for file in sizes.items() if file[0].startswith(inside))
-        hashed = _hashed(path, chosen[part[0] :: part[1]])
+        hashed = _hashed(path, chosen[part[0] :: part[1]], threads)
         faults = [f"{n} has changed since it was sealed" for n in hashed if hashed[n] != manifest.files[n]]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -155,10 +157,16 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
             yield name, folders.file_bytes(entry)
 
 
-def _hashed(path: Path, files: Sequence[tuple[str, int]]) -> dict[str, tuple[int, str]]:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda file: digest_file(path / file[0]), files)
-        return {name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)}
+def _hashed(
+    path: Path, files: Sequence[tuple[str, int]], threads: int | None = None
+) -> dict[str, tuple[int, str]]:
+    names = [path / name for name, _ in files]
+    if threads == 1:
+        digests = [digest_file(name) for name in names]
+    else:
+        with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(digest_file, names))
+    return {name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)}
 
 
 # --- identity -------------------------------------------------------------------------------------

@@ -138,11 +138,11 @@ class Watchdog:
             time.sleep(10)  # the watchdog is about to end this process, once it has reported why
             os._exit(EXIT_HANG)
 
-    def lively(self, say: Callable[[str], None]) -> Callable[[str], None]:
+    def lively(self, say: Callable[[str], None], phase: str = "start") -> Callable[[str], None]:
         """Returns `say` whose every line beats: work that shows its progress may take its time."""
 
         def speak(text: str) -> None:
-            self.at("start")
+            self.at(phase)
             say(text)
 
         return speak

@@ -65,6 +65,7 @@ def open_workdir(
         store = workdir.open_checkpoints(folder, config)
     stack.enter_context(store)
     if is_lead():
+        store.fetch = step_copies.fetcher(config, folder, store, watch.lively(_log, "restore"))
         stack.enter_context(watch.ledger.published(folder))
     consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
     return store

@@ -272,4 +272,4 @@ def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
     """Moves the steps after one to quarantine: another way leads on from it."""
     if jax.process_index() == 0:
         for step in reversed([n for n in folders.all_steps(store.folder) if n > after]):
-            folders.quarantine(store.folder, step, reason)
+            folders.quarantine(store.folder, step, reason, undone=True)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdist.checkpoint.copies import Copier
+from jaxdist.checkpoint.copier import Copier
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.step.train_step import CheckpointViews

@@ -1,16 +1,21 @@
-"""The copies of a run's checkpoints in a store: fetched at a start that has none, made beside the steps."""
+"""The copies of a run's checkpoints in a store: made beside the steps, fetched where they are needed."""
 
 import contextlib
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.copies import Copier, Copies, fetch_newest
-from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.checkpoint.copier import Copier
+from jaxdist.checkpoint.copies import Copies, fetch_newest
+from jaxdist.checkpoint.files import CheckpointError, error_text
+from jaxdist.checkpoint.manager import CheckpointManager, Fetch
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage import lock
 from jaxdist.telemetry.metrics import MetricsWriter
@@ -19,15 +24,18 @@ from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
 _BESIDE = (workdir.CONFIG, workdir.RUN)
+_LOOK_S = 0.1  # between looks whether a call of the store shows a sign
 
 
 def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object]) -> None:
-    """Gets the newest sound step from `checkpoint.copy_to` if the run in `folder` has none.
+    """Gets the newest sound step from `checkpoint.copy_to` if the run in `folder` has none as new.
 
-    A step is sound here by its manifest and the names and sizes of its files; the restore hashes them.
+    A step here is sound by its manifest and the names and sizes of its files; the restore hashes them. Where
+    there is one, a store that does not answer, or has nothing sound that is newer, holds up nothing.
 
     Raises:
-      ConfigError: no such store, it does not answer or has only damaged steps; the disk cannot be written.
+      ConfigError: no such store; with no step here, it does not answer or has only damaged steps; the disk
+        cannot be written.
     """
     if not config.checkpoint.copy_to:
         return
@@ -35,10 +43,12 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
     own = workdir.own_identity(folder) or manifest.read_identity(place)
     try:
         copies = Copies(config.checkpoint.copy_to)
-        if _has_sound_step(place, own):
-            return
+        here = _newest_sound(place, own)
         place.mkdir(parents=True, exist_ok=True)
         with lock.exclusive(place / folders.LOCK):
+            if here:
+                _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
+                return
             beside = [folder / name for name in _BESIDE]
             step, size, bad = fetch_newest(copies, place, beside, run=own, say=say)
     except lock.Locked:  # opening it says by whom
@@ -46,11 +56,11 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
     except extras.MissingExtra as error:
         raise ConfigError(f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}") from error
     except CheckpointError as error:
-        _write_events(folder, copies.url, error.steps)
+        _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
         raise ConfigError(f"{error}; put a good one there, or begin anew with another copy_to") from error
     except OSError as error:
         raise ConfigError(f"{place} cannot be written ({error}); give a folder that can") from error
-    _write_events(folder, copies.url, bad, step, size)
+    _write_events(folder, copies.url, _of_copies(copies.url, bad), step, size)
     if step:
         say(f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}")
 
@@ -58,16 +68,132 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
 def _write_events(folder: Path, url: str, bad: Mapping[int, str], step: int = 0, size: int = 0) -> None:
     with contextlib.closing(MetricsWriter(folder)) as writer:
         for damaged, reason in bad.items():
-            writer.event("bad_checkpoint", damaged, reason=f"its copy in {url}: {reason}")
+            writer.event("bad_checkpoint", damaged, reason=reason)
         if step:
             writer.event("checkpoint_fetched", step, source=url, bytes=size)
 
 
-def _has_sound_step(place: Path, run: str | None) -> bool:
+def _of_copies(url: str, bad: Mapping[int, str]) -> dict[int, str]:
+    return {step: f"its copy in {url}: {reason}" for step, reason in bad.items()}
+
+
+def _newest_sound(place: Path, run: str | None) -> manifest.Manifest | None:
     for step in reversed(folders.list_steps(place)):
         with contextlib.suppress(CheckpointError, OSError):
-            return bool(manifest.check(place, step, run=run, contents=False))
-    return False
+            return manifest.check(place, step, run=run, contents=False)
+    return None
+
+
+class _Fetcher:
+    """Fetches copies for a run that has steps here; says what fails, and raises nothing.
+
+    A store that does not answer is asked no more: what is here may do, or says itself that it does not.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: Path, place: Path, run: str | None, say: Callable[[str], object]
+    ):
+        self._config, self._folder, self._place = config.checkpoint, folder, place
+        self._run, self._say = run, say
+        self._url, self._silent, self._tried = config.checkpoint.copy_to, False, set[int]()
+
+    def fetch_newer(self, here: int) -> int:
+        """Fetches the newest sound copy after a step, unless the run has gone back behind it."""
+
+        def newer(copies: Copies) -> list[int]:
+            return [n for n in _whole(copies) if n > here and not copies.is_undone(self._place, n)]
+
+        return self._fetch_first(newer, f"those in {self._place} are older")
+
+    def __call__(self, step: int | None, reason: str) -> int:
+        """Does what `CheckpointManager.fetch` is for."""
+        if step is None:
+            # The steps here say how far the run has come: from what is newer, it may have gone back.
+            last = max(folders.all_steps(self._place), default=folders.LAST_STEP)
+            why = f"none in {self._place} is sound"
+            return self._fetch_first(lambda copies: [n for n in _whole(copies) if n <= last], why)
+        fetched = self._fetch_first(
+            lambda copies: [step] if copies.holds(self._place, step) else [],
+            f"that in {self._place} is damaged ({reason})",
+        )
+        if fetched:
+            _write_events(self._folder, self._url, {step: reason})
+        return fetched
+
+    def _fetch_first(self, choose: Callable[[Copies], list[int]], why: str) -> int:
+        """Puts the first of the chosen steps here that is sound, and returns it; 0 if none is."""
+        if self._silent:
+            return 0
+        try:
+            steps = self._answer(choose, patience_s=self._config.patience_s)
+            for step in [step for step in steps if step not in self._tried]:
+                if self._fetch(step, why):
+                    return step
+        except Exception as error:  # of the store's client, or of the disk
+            self._silent = True
+            self._say(f"nothing is fetched from {self._url}: {error_text(error)}")
+        return 0
+
+    def _fetch(self, step: int, why: str) -> bool:
+        self._tried.add(step)
+
+        def download(copies: Copies) -> int:
+            return copies.download(step, self._place, run=self._run, say=self._say)
+
+        try:
+            size = self._answer(download)
+        except CheckpointError as error:
+            bad = _of_copies(self._url, {step: str(error)})
+            _write_events(self._folder, self._url, bad)
+            self._say(f"checkpoint {step} cannot be used: {bad[step]}")
+            return False
+        Copies(self._url).place(step, self._place)
+        _write_events(self._folder, self._url, {}, step, size)
+        self._say(f"fetched step {step} from {self._url} ({gib_text(size)}): {why}")
+        return True
+
+    def _answer(self, call: Callable[[Copies], Any], patience_s: float | None = None) -> Any:
+        """Returns what a call of the store returns.
+
+        Args:
+          patience_s: seconds that it may take; None: any, as long as it shows signs.
+
+        Raises:
+          TimeoutError: it took longer, or has shown no sign for `checkpoint.timeout_s`.
+          Exception: the call's.
+        """
+        copies, outcome = Copies(self._url), queue.SimpleQueue[tuple[Any, Exception | None]]()
+
+        def work() -> None:
+            try:
+                outcome.put((call(copies), None))
+            except Exception as error:
+                outcome.put((None, error))
+
+        threading.Thread(target=work, name="fetch of a checkpoint", daemon=True).start()
+        began, limit_s = time.monotonic(), self._config.timeout_s if patience_s is None else patience_s
+        while True:
+            waited_s = copies.silent_s() if patience_s is None else time.monotonic() - began
+            if waited_s > limit_s:
+                copies.abandoned = True
+                raise TimeoutError(f"no answer for {waited_s:.0f} s")
+            with contextlib.suppress(queue.Empty):
+                value, error = outcome.get(timeout=_LOOK_S)
+                if error:
+                    raise error
+                return value
+
+
+def _whole(copies: Copies) -> list[int]:
+    """Returns the steps of a store that have a manifest, newest first."""
+    return [step for step, names in reversed(copies.steps().items()) if folders.MANIFEST in names]
+
+
+def fetcher(config: RunConfig, folder: Path, store: CheckpointManager, say: Callable[[str], object]) -> Fetch:
+    """Returns what fetches a copy where a restore finds a step damaged."""
+    if not config.checkpoint.copy_to:
+        return store.fetch
+    return _Fetcher(config, folder, store.folder, store.run, say)
 
 
 def copier(config: RunConfig, folder: Path, store: CheckpointManager) -> Copier | None:

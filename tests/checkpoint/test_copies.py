@@ -1,9 +1,12 @@
 """Copies of steps in a store: a step counts once whole, damage is not fetched, a run goes on from them."""
 
 import shutil
+import threading
 import time
+from dataclasses import replace
 
 import fsspec
+import jax.numpy as jnp
 import pytest
 
 from jaxdist import train
@@ -11,13 +14,16 @@ from jaxdist.checkpoint import copies as module
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.copies import Copier, Copies, fetch_newest
+from jaxdist.checkpoint.copier import Copier
+from jaxdist.checkpoint.copies import Copies, fetch_newest
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import read_events
+from jaxdist.trainer import step_copies
 from jaxdist.trainer import workdir as workdir_files
-from support.runs import TINY
+from jaxdist.trainer.run_config import RunConfig
+from support.runs import TINY, run_of
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, asynchronous=False)
 
@@ -241,6 +247,99 @@ def test_a_step_that_is_damaged_here_is_not_copied(here, url):
     assert list(copies.steps()) == [1]
 
 
+def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(here, url, monkeypatch):
+    copies, over, waiting = Copies(url), threading.Event(), threading.Event()
+    put = copies._fs.put_file
+
+    def put_file(source, target, **options):
+        if "/checkpoints/2/state/d/1" in target:
+            waiting.set()
+            over.wait(60)
+        put(source, target, **options)
+
+    monkeypatch.setattr(copies._fs, "put_file", put_file)
+    for step in (1, 2):
+        write_step(here, step)
+    with CheckpointManager(here, replace(CONFIG, timeout_s=1, keep_last=9)) as store:
+        copier = Copier(copies, store)
+        assert waiting.wait(10) and store.held == {2}
+        stuck, results = copier._threads[0], []
+        while not results:
+            results = copier.poll()
+            time.sleep(0.02)
+        (result,) = results
+        assert result.step == 2 and "the store has shown no sign for 1 s" in result.error
+        assert ended(copier) == [(1, "")]
+        write_step(here, 3)
+        copier.wake()
+        assert ended(copier) == [(3, "")]
+        over.set()
+        stuck.join(10)
+        assert not stuck.is_alive() and copier.poll() == []
+        copies = Copies(url)
+        assert [folders.MANIFEST in names for names in copies.steps().values()] == [True, False, True]
+        # The next start copies it.
+        assert ended(Copier(copies, store)) == [(2, "")] and copies.holds(here, 2)
+
+
+def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypatch):
+    over, errors = threading.Event(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies(url)._fs, "cat_file", lambda *_, **__: over.wait(60))
+        write_step(here, 1)
+        with CheckpointManager(here, replace(CONFIG, timeout_s=1)) as store:
+            copier = Copier(Copies(url), store)
+            for number in (2, 3, 4):
+                until = time.monotonic() + 30
+                while len(errors) < number - 1 and time.monotonic() < until:
+                    errors += [result.error for result in copier.poll()]
+                    time.sleep(0.02)
+                write_step(here, number)
+                copier.wake()
+            errors += [result.error for result in copier.poll()]
+            assert len(errors) == 4 and len(copier._threads) == 3 and not copier.finish(30)
+            assert all("has shown no sign for" in error for error in errors[:3])
+            assert errors[3] == "3 calls of the store have not returned"
+    over.set()
+    for thread in copier._threads:
+        thread.join(10)
+    copier.wake()
+    assert copier.finish(30) and copier.poll()[0].step == 4  # it answers again
+
+
+def test_half_steps_are_deleted_there_also_while_the_store_is_full(here, url, monkeypatch):
+    copies = Copies(url)
+    write_step(here, 1)
+    copies.copy(here, 1)
+    write_step(here, 2)
+    with CheckpointManager(here, replace(CONFIG, keep_last=1)) as store:
+        with monkeypatch.context() as patch:
+            put_counting(patch, copies, 2)
+            copier = Copier(copies, store)
+            assert [step for step, _ in ended(copier)] == [2] and len(copies.steps()[2]) == 2
+            folders.remove_step(here, 2)
+            write_step(here, 3)
+            copier.wake()
+            assert [step for step, _ in ended(copier)] == [3]
+            assert list(copies.steps()) == [1]
+        copier.wake()
+        assert ended(copier) == [(3, "")]
+
+
+def test_the_copying_thread_starts_no_other(here, url, monkeypatch):
+    """Python waits for those of a pool at its end, however long a step takes to hash."""
+    write_step(here, 1)
+
+    def refuse(*_):
+        raise AssertionError("a pool")
+
+    with CheckpointManager(here, CONFIG) as store:
+        monkeypatch.setattr(integrity, "ThreadPoolExecutor", refuse)
+        with pytest.raises(AssertionError, match="a pool"):
+            integrity.check(here, 1)
+        assert ended(Copier(Copies(url), store)) == [(1, "")]
+
+
 def test_a_step_stays_for_as_long_as_it_is_copied(here, url):
     for step in (1, 2, 3):
         write_step(here, step)
@@ -253,6 +352,181 @@ def test_a_step_stays_for_as_long_as_it_is_copied(here, url):
         folders.begin_save(here, 3)
         store._tidy(3, committed=True)
         assert store.steps() == [2, 3]
+
+
+# --- what a start takes ---------------------------------------------------------------------------
+
+
+def flip_a_bit(step_folder) -> str:
+    """Changes the content of a step's largest file, not its size; returns the file's name."""
+    file = max((f for f in (step_folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    return str(file.relative_to(step_folder))
+
+
+STATE = {"x": jnp.arange(64.0), "step": jnp.int32(0)}
+
+
+@pytest.fixture
+def saved(tmp_path, url):
+    """A workdir with sound steps 1 to 3 of a real state, whose copies are in the store."""
+    folder = tmp_path / "run" / "checkpoints"
+    with CheckpointManager(folder, replace(CONFIG, keep_last=3)) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"x": STATE["x"] + step, "step": jnp.int32(step)}, {"data": step})
+            store.wait()
+            assert all(saved.ok for saved in store.poll())
+    for step in (1, 2, 3):
+        Copies(url).copy(folder, step)
+    return folder
+
+
+def config_with(url: str, **changes) -> RunConfig:
+    return run_of("quickstart", **TINY, **{"checkpoint.copy_to": url}, **changes)
+
+
+def restored(saved, url, lines: list[str], **changes) -> int:
+    """Returns the step that a restore goes on from, with the store's help; it must have that content."""
+    config = config_with(url, **changes)
+    with CheckpointManager(saved, config.checkpoint) as store:
+        store.fetch = step_copies.fetcher(config, saved.parent, store, lines.append)
+        got = store.restore(STATE)
+        assert bool((got.state["x"] == STATE["x"] + got.metadata["data"]).all())
+        integrity.check(saved, step := got.metadata["data"])
+        assert step not in store.bad_steps and step == int(got.state["step"])
+    return step
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "step", "fetched"),
+    [
+        ((), (), 3, []),  # nothing is asked of a store that is not needed
+        ((3,), (), 3, [3]),  # its copy loses less work than the sound 2
+        ((1, 2, 3), (), 3, [3]),
+        ((1, 2, 3), (3,), 2, [2]),
+        ((3,), (3,), 2, []),
+        ((1, 2, 3), (2, 3), 1, [1]),
+    ],
+)
+def test_a_damaged_step_has_its_place_taken_by_its_copy(saved, url, here, there, step, fetched):
+    names, copies = {n: flip_a_bit(saved / str(n)) for n in here}, Copies(url)
+    for n in there:
+        path = copies._path(n, "metadata/metadata")
+        copies._fs.pipe_file(path, copies._fs.cat_file(path).replace(b'"step"', b'"stEp"', 1))
+    lines: list[str] = []
+    assert restored(saved, url, lines) == step
+    assert events_of(saved.parent, "checkpoint_fetched") == fetched
+    reasons = [(e["step"], e["reason"]) for e in read_events(saved.parent) if e["event"] == "bad_checkpoint"]
+    assert [n for n, reason in reasons if "its copy in memory://" in reason] == sorted(there, reverse=True)
+    if fetched:
+        assert (step, f"{names[step]} has changed since it was sealed") in reasons
+        assert any(f"fetched step {step} from memory://" in line for line in lines)
+    else:
+        assert not any("fetched" in line for line in lines)
+    damaged = {n for n in here if n >= step}
+    assert {int(path.name) for path in (saved.parent / "quarantine").glob("[0-9]")} == damaged
+    assert folders.list_steps(saved) == [n for n in (1, 2, 3) if n <= step]
+
+
+def test_all_damaged_here_and_there_ends_with_all_reasons(saved, url):
+    for n in (1, 2, 3):
+        flip_a_bit(saved / str(n))
+        Copies(url)._fs.pipe_file(Copies(url)._path(n, "metadata/metadata"), b"{}")
+    lines: list[str] = []
+    with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
+        restored(saved, url, lines)
+    assert sorted(caught.value.steps) == folders.list_steps(saved) == [1, 2, 3]
+    assert sum("its copy in memory://" in line for line in lines) == 3
+
+
+def test_only_a_step_s_own_copy_takes_its_place_while_an_older_one_is_sound(saved, url):
+    """The run went back, and saved 3 again: the store has the 3 from before."""
+    document = integrity.read_manifest(saved / "3")
+    integrity.seal(saved, 3, document.run, document.fingerprints | {"y": "0"})
+    flip_a_bit(saved / "3")
+    assert not Copies(url).holds(saved, 3)
+    assert restored(saved, url, []) == 2 and not events_of(saved.parent, "checkpoint_fetched")
+
+
+def test_without_a_sound_step_the_newest_copy_up_to_here_is_fetched(saved, url):
+    for n in (1, 2):
+        (saved / str(n) / folders.MANIFEST).write_text("{}")  # whose copy it is, nobody can say
+    shutil.move(saved / "3", saved.parent / "elsewhere")
+    assert restored(saved, url, []) == 2 and events_of(saved.parent, "checkpoint_fetched") == [2]
+
+
+@pytest.mark.parametrize("how", ["hangs", "refuses"])
+def test_a_store_that_does_not_answer_costs_a_damaged_step_and_no_more(saved, url, monkeypatch, how):
+    asked, over = [], threading.Event()
+
+    def cat_file(*_, **__):
+        asked.append(how)
+        if how == "hangs":
+            over.wait(60)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(Copies(url)._fs, "cat_file", cat_file)
+    flip_a_bit(saved / "3")
+    flip_a_bit(saved / "2")
+    lines: list[str] = []
+    assert restored(saved, url, lines, **{"checkpoint.patience_s": 0.3}) == 1
+    over.set()
+    (line,) = lines  # it is not asked again for 2
+    assert "nothing is fetched from memory://" in line and asked
+    assert ("TimeoutError: no answer for" if how == "hangs" else "no route") in line
+
+
+def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(saved, url, monkeypatch):
+    store, over, done = Copies(url)._fs, threading.Event(), threading.Event()
+    get_file = store.get_file
+
+    def hanging(source, target, **options):
+        get_file(source, target, **options)
+        if "/state/" in source:
+            over.wait(60)
+            done.set()
+
+    monkeypatch.setattr(store, "get_file", hanging)
+    flip_a_bit(saved / "3")
+    assert restored(saved, url, lines := [], **{"checkpoint.timeout_s": 1}) == 2
+    assert "no answer for 1 s" in lines[-1]
+    over.set()
+    assert done.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "fetch of a checkpoint":
+            thread.join(10)
+    assert folders.list_steps(saved) == [1, 2] and not (saved / module._FETCHING).exists()
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(saved, url, undone):
+    if undone:
+        folders.quarantine(saved, 3, "the run went back to step 2", undone=True)
+    else:
+        shutil.rmtree(saved / "3")  # an old folder, of a machine that had the run before
+    lines: list[str] = []
+    step_copies.fetch_missing(config_with(url), saved.parent, lines.append)
+    assert folders.list_steps(saved) == ([1, 2] if undone else [1, 2, 3])
+    assert events_of(saved.parent, "checkpoint_fetched") == ([] if undone else [3])
+    # What it has gone back behind is deleted there with the next copy, and nothing else is.
+    with CheckpointManager(saved, CONFIG) as store:
+        folders.remove_step(saved, folders.list_steps(saved)[-1])
+        copier = Copier(Copies(url), store)
+        assert [error for _, error in ended(copier)] == []
+        assert (3 in Copies(url).steps()) != undone
+
+
+def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(saved, url, monkeypatch):
+    over = threading.Event()
+    shutil.rmtree(saved / "3")
+    config = config_with(url, **{"checkpoint.patience_s": 0.3})
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies(url)._fs, "find", lambda *_, **__: over.wait(60) and {})
+        step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+    over.set()
+    assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -278,9 +552,11 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     assert run(whole) == 0
     assert run(workdir, **{"train.steps": 7, "checkpoint.copy_to": url}) == 0
     assert sorted(events_of(workdir, "checkpoint_copied")) == [5, 7]
-    shutil.rmtree(workdir / "checkpoints")
+    for step in (5, 7):
+        flip_a_bit(workdir / "checkpoints" / str(step))
     assert run(workdir, **{"checkpoint.copy_to": url}) == 0
-    assert events_of(workdir, "checkpoint_fetched") == [7] and events_of(workdir, "restore") == [7]
+    assert events_of(workdir, "bad_checkpoint") == events_of(workdir, "checkpoint_fetched") == [7]
+    assert events_of(workdir, "restore") == [7] and folders.list_steps(workdir / "quarantine") == [7]
     assert not events_of(workdir, "checkpoint_copy_failed")
     assert "fetched step 7 from memory://" in capsys.readouterr().out
     assert arrays_of(workdir, 12) == arrays_of(whole, 12)
