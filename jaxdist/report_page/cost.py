@@ -1,5 +1,6 @@
 """What a run has cost so far, from its ledger and the price of a chip. No jax."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ def cost(
 ) -> dict[str, float] | None:
     """Returns what a run has cost, in the money of its price; None without a price or number of chips.
 
-    Counted are the hours in which the run was alive, at the chips of its last start: a machine that waits for
-    a restart is not in it.
+    Counted are the hours in which the run was alive, each life's at its chips (if its ledger does not say, at
+    those of the last start): a machine that waits for a restart is not in it.
 
     Args:
       config: flat.
@@ -31,12 +32,32 @@ def cost(
         return None
     if not isinstance(chips, int) or not 0 < chips < 2**31:
         return None
-    per_s = price * chips / 3600
-    again_s = sum(life.buckets.get(name, 0.0) for life in lives[1:] for name in _OF_A_START)
-    so_far = per_s * (spent.wall_s - spent.buckets.get(ledger.DOWN, 0.0))
-    known = {"so_far": so_far, "lost_to_restarts": per_s * (spent.buckets.get(ledger.LOST, 0.0) + again_s)}
+    of_lives = [life.chips or chips for life in lives] or [chips]
+    alive_s, wasted_s = _seconds(lives, spent)
+    chip_s, wasted_chip_s = (
+        sum(n * s for n, s in zip(of_lives, seconds, strict=True)) for seconds in (alive_s, wasted_s)
+    )
+    so_far = price / 3600 * chip_s
+    known = {"so_far": so_far, "lost_to_restarts": price / 3600 * wasted_chip_s}
     per_token = {"per_token": so_far / tokens_seen} if tokens_seen and tokens_seen >= 1 else {}
     return {"chips": chips, "price_per_chip_hour": price, **known, **per_token}
+
+
+def _seconds(lives: Sequence[ledger.Life], spent: ledger.Account) -> tuple[list[float], list[float]]:
+    """Returns how long each life was alive, and how much of it was lost: steps done again, and the start.
+
+    The first start is not lost, nor is one that extends a run which was done. Without a ledger there is one.
+    """
+    alive_s = spent.wall_s - spent.buckets.get(ledger.DOWN, 0.0)
+    if not lives:
+        return [alive_s], [spent.buckets.get(ledger.LOST, 0.0)]
+    *older, last = lives
+    known = [life.seconds for life in older]
+    wasted = ledger.lost_s(lives)
+    for index, (before, life) in enumerate(itertools.pairwise(lives), 1):
+        if not before.done:
+            wasted[index] += sum(life.buckets.get(name, 0.0) for name in _OF_A_START)
+    return [*known, max(last.seconds, alive_s - sum(known))], wasted
 
 
 def as_texts(cost: Mapping[str, float] | None, unit: str) -> dict[str, str]:

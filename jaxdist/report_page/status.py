@@ -1,6 +1,7 @@
 """What a run is doing, from the files of its workdir: read in milliseconds, also while it trains. No jax."""
 
 import math
+import os
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page import cost, experts, planned, reproduce
+from jaxdist.report_page import cost, experts, planned, reproduce, without_ledger
 from jaxdist.report_page.step_parts import step_parts
 from jaxdist.report_page.summary import number, sizes, unit_of
 from jaxdist.storage import lock, untrusted
@@ -28,7 +29,6 @@ ACTIVITIES = {
     "save": "saving",
     "end": "writing its last files",
 }
-_ENDS = ("start", "stop", "preempted", "peer_lost", "hang")  # the last of them says how a life went
 _QUIET_S = 3 * ledger.BEAT_S  # after which a run on another machine counts as ended
 
 
@@ -59,23 +59,45 @@ class RunStatus:
             return life is not None and not life.ended and self.now - life.written < _QUIET_S
         return held
 
+    def _life(self) -> ledger.Life | None:
+        """Returns the life that goes on; None if there is none, or it has not written yet.
+
+        Who holds the lock has taken it after the last word of a life that was killed.
+        """
+        life = self.lives[-1] if self.lives and self.running else None
+        if life is None or life.ended:
+            return None
+        old = self.now - life.written > _QUIET_S
+        return None if old and (self._lock_time() or 0.0) > life.written else life
+
+    def _lock_time(self) -> float | None:
+        """Returns when the lock was taken, seconds since 1970; None if that cannot be told."""
+        try:
+            return os.stat(self.folder / ".lock").st_mtime
+        except OSError:
+            return None
+
     def document(self) -> dict[str, Any]:
         """Returns what `jaxdist status --json` prints."""
         row = self.rows.train[-1] if self.rows.train else {}
         evaluated = self.rows.evaluation[-1] if self.rows.evaluation else {}
         state, reason = self._state()
-        running, life = state == "running", self.lives[-1] if self.lives else None
+        running, life = state == "running", self._life()
+        phase = life.phase if life else "start"
+        began = (
+            None if life or not running or not self.lives else self._lock_time()
+        )  # a start that has not written yet
         steps, step = _whole(self.config.get("train.steps")), self._step()
         step_s = number(row.get("step_time_s"))
-        spent = self._account(running)
+        spent = self._account()
         plan = planned.read_plan(self.folder, self.config, self.info, self.events, row)
         parts = step_parts(row, self.info, self.ops, plan)
         document = {
             "workdir": str(self.folder),
             "state": state,
             "reason": reason,
-            "doing": ACTIVITIES.get(life.phase, life.phase) if running and life else None,
-            "since": life.since if running and life else self._last_time(),
+            "doing": ACTIVITIES.get(phase, phase) if running and self.lives else None,
+            "since": life.since if running and life else began or self._last_time(),
             "step": step,
             "steps": steps,
             "eta_s": step_s * (steps - step) if running and steps and step_s is not None else None,
@@ -105,7 +127,7 @@ class RunStatus:
         """Returns the state, and why: running, finished, stopped, failed, preempted, died, or not started."""
         if self.running:
             return "running", None
-        ends = [event for event in self.events if event["event"] in _ENDS]
+        ends = [event for event in self.events if event["event"] in without_ledger.ENDS]
         last = ends[-1] if ends else None
         if last is None:
             return ("died", "before its first step") if self.lives else ("not started", None)
@@ -150,11 +172,11 @@ class RunStatus:
                 break
         return 0.0
 
-    def _account(self, running: bool) -> ledger.Account:
+    def _account(self) -> ledger.Account:
         if self.lives:
-            return ledger.account(self.lives, self.now if running else None)
+            return ledger.account(self.lives, self.now if self._life() else None)
         rows, log_every = metrics.scan_rows(self.folder), _whole(self.config.get("train.log_every"))
-        return ledger.account_of_records(rows, self.events, log_every=log_every or 1)
+        return without_ledger.account_of_records(rows, self.events, log_every=log_every or 1)
 
 
 def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:

@@ -1,14 +1,15 @@
 """Where a run's wall time went: `ledger.json` of a workdir, and how its lives add up.
 
 A life is one start of the run. It books every moment to the bucket of the phase that it is in, by one steady
-clock, so that buckets add up to the life; between two lives the run was `down`. Steps that a later life did
-again were `lost`. Buckets are the phases of `resilience.watchdog`, and what within a phase is another thing:
-joining the others, compiling, waiting for them, a caller's hooks.
+clock, so that buckets add up to the life; between two lives the run was `down`, unless the first of them had
+`done` all that there was to do. Steps that a later life did again were `lost`. Buckets are the phases of
+`resilience.watchdog`, and what within a phase is another thing: joining the others, compiling, waiting for
+them, a caller's hooks.
 """
 
-import bisect
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED, exit_code_of
 from jaxdist.storage import atomic, untrusted
-from jaxdist.telemetry.metrics import Row
 
 LEDGER_FILE = "ledger.json"
 PUBLISH_S, BEAT_S = 1.0, 10.0  # between two writes of what has changed; of what has not
@@ -27,6 +27,7 @@ DOWN, LOST, STEP, OTHER = "down", "lost", "step", "other"
 JOIN, COMPILE, WAIT, HOOKS = "join", "compile", "wait", "hooks"  # within a phase
 
 _IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
+_LAST = "end"  # phase
 _MOST_LIVES = 10_000
 _MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
 
@@ -45,6 +46,7 @@ class Life:
     step: int = 0  # updates finished
     undone: int = 0  # steps that it did, and went back behind
     buckets: dict[str, float] = field(default_factory=dict)
+    chips: int | None = None  # it ran on; None: not known
 
     @property
     def seconds(self) -> float:
@@ -57,6 +59,11 @@ class Life:
         A fault of the config is none: it says nothing of how often runs fail.
         """
         return not self.ended or self.exit_code not in (0, EXIT_PREEMPTED, EXIT_CONFIG)
+
+    @property
+    def done(self) -> bool:
+        """Whether a life that is over left nothing to do: until somebody extends the run it is not down."""
+        return self.ended and self.exit_code == 0
 
     @property
     def has_trained(self) -> bool:
@@ -105,7 +112,7 @@ class Ledger:
         """Closes the bucket of the phase before.
 
         Args:
-          done: updates finished; means nothing before the phase `data`.
+          done: updates finished; 0 means nothing but in the phases of the loop.
         """
         with self._lock:
             self._book()
@@ -115,7 +122,7 @@ class Ledger:
             life.phase = phase
             if phase in _IN_LOOP and life.first is None:
                 life.first = life.step = done
-            if life.first is not None and done:
+            if life.first is not None and (done or phase in _IN_LOOP):
                 # A rollback may go behind this life's first step: what lies before was another life's.
                 life.undone += max(0, life.step - max(done, life.first))
                 life.first, life.step = min(life.first, done), done
@@ -207,6 +214,10 @@ class Ledger:
         """Returns `goodput_line` of all lives; "" where this one is not written, or counts for nothing."""
         return "" if self._file is None or self._withdrawn else goodput_line(self.lives())
 
+    def runs_on(self, chips: int) -> None:
+        """Says on how many chips, or machines of CPUs, the life runs."""
+        self._life.chips = chips
+
     def withdraw(self) -> None:
         """Takes the life out of the ledger as it ends: the run had been finished, and nothing was done."""
         self._withdrawn = True
@@ -285,24 +296,31 @@ def read_lives(folder: Path | str) -> list[Life]:
 
 def _life(entry: dict) -> Life:
     """Returns a life as it was written; raises what `read_lives` catches if it is another thing."""
-    entry = {"exit_code": 0} | entry  # older ledgers do not have it
-    life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
+    # Older ledgers do not say how a life ended: who was not at its last files was to go on.
+    older = {"exit_code": 0 if entry["phase"] == _LAST else EXIT_PREEMPTED, "chips": None}
+    life = Life(**{name: (older | entry)[name] for name in Life.__dataclass_fields__})
     numbers = (life.began, life.written, life.since, *life.buckets.values())
-    if not all(map(_is_time, numbers)):
+    if not all(map(is_time, numbers)):
         raise untrusted.Malformed("a time is no number")
     counts = (life.step, life.undone, life.exit_code, 0 if life.first is None else life.first)
     if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(life.phase, str):
         raise untrusted.Malformed("a step or an exit code is no number")
+    if life.chips is not None and not (type(life.chips) is int and 0 < life.chips < 2**31):
+        raise untrusted.Malformed("chips are no number")
     return life
 
 
-def _is_time(value: object) -> bool:
+def is_time(value: object) -> bool:
+    """Returns whether a value of a file is a time, or seconds."""
     return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Account:
-    """All lives of a run together: {bucket: seconds}, which add up to `wall_s`."""
+    """All lives of a run together: {bucket: seconds}, which add up to `wall_s`.
+
+    That is the time since the first start, without what passed between a run's end and its extension.
+    """
 
     buckets: dict[str, float]
 
@@ -322,20 +340,34 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
     Args:
       now: seconds since 1970, if the last life goes on: what it does since it was written is added.
     """
-    buckets: dict[str, float] = {DOWN: 0.0, LOST: 0.0}
-    for index, life in enumerate(lives):
+    lost = lost_s(lives)
+    buckets: dict[str, float] = {DOWN: sum(map(_gap_s, lives, lives[1:])), LOST: sum(lost)}
+    for life, wasted in zip(lives, lost, strict=True):
         for name, seconds in life.buckets.items():
             buckets[name] = buckets.get(name, 0.0) + seconds
-        wasted = life.buckets.get(STEP, 0.0) * _lost_share(life, lives[index + 1 :])
-        buckets[LOST] += wasted
         if wasted:
             buckets[STEP] -= wasted
-        if index + 1 < len(lives):
-            buckets[DOWN] += max(0.0, lives[index + 1].began - life.began - life.seconds)
     if lives and now is not None:
         last = lives[-1]
         buckets[last.phase] = buckets.get(last.phase, 0.0) + max(0.0, now - last.written)
     return Account(buckets)
+
+
+def lost_s(lives: Sequence[Life]) -> list[float]:
+    """Returns the seconds of each life's steps that were done again."""
+    later = (lives[index + 1 :] for index in range(len(lives)))
+    return [
+        life.buckets.get(STEP, 0.0) * _lost_share(life, others)
+        for life, others in zip(lives, later, strict=True)
+    ]
+
+
+def _gap_s(life: Life, following: Life) -> float:
+    """Returns how long a run was down between two lives: not at all once it was done."""
+    if life.done:
+        return 0.0
+    # A clock on the wall that was set back during the life: what it showed last counts.
+    return max(0.0, following.began - life.began - life.seconds, following.began - (life.written or math.inf))
 
 
 def goodput_line(lives: Sequence[Life]) -> str:
@@ -384,29 +416,3 @@ def _lost_share(life: Life, later: Sequence[Life]) -> float:
     restarts = [other.first for other in later if other.first is not None]
     kept = max(life.first, min([life.step, *restarts]))
     return (life.step - kept + life.undone) / done if done else 0.0
-
-
-def account_of_records(rows: Sequence[Row], events: Sequence[Row], *, log_every: int) -> Account:
-    """Returns the account of a run without a ledger, from its rows and events in the order of their files.
-
-    Steps by the rows' `step_time_s`; what has no name is `other`.
-    """
-    signs = sorted(record["time"] for record in (*events, *rows) if _is_time(record.get("time")))
-    wall_s = signs[-1] - signs[0] if signs else 0.0
-    starts = [bisect.bisect_left(signs, event["time"]) for event in events if event["event"] == "start"]
-    down_s = sum(signs[at] - signs[at - 1] for at in set(starts) if at)
-    spent: dict[int, float] = {}  # by step: of the last row that tells of it
-    all_s, before = 0.0, 0
-    for row in rows:
-        seconds, step = row.get("step_time_s"), row["step"]
-        first = before if before < step else max(0, step - log_every)
-        if _is_time(seconds):
-            all_s += seconds * (step - first)
-            if step <= before:  # the run has gone back
-                spent = {end: s for end, s in spent.items() if end <= first}
-            spent[step] = seconds * (step - first)
-        before = step
-    step_s, room = sum(spent.values()), max(0.0, wall_s - down_s)
-    scale = min(1.0, room / all_s) if all_s else 0.0
-    known = {DOWN: wall_s - room, LOST: scale * (all_s - step_s), STEP: scale * step_s}
-    return Account(known | {OTHER: wall_s - sum(known.values())})

@@ -114,11 +114,13 @@ def describe(
     folder: Path,
     identity: str | None,
     schedule: SettledSchedule,
+    watch: Watchdog,
 ) -> None:
     """Writes run.json and prints what the run will do."""
     rules, devices = built.rules, built.mesh.devices
     origin = provenance.describe(spec.model_class, built.mesh.devices)
     if is_lead():
+        watch.ledger.runs_on(origin["num_chips"])
         description = origin | workdir.describe_run(config, spec, built, dataset, schedule.steps)
         description[workdir.IDENTITY_KEY] = identity
         workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))

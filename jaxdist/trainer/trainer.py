@@ -114,7 +114,7 @@ def train(
         mesh = build_mesh(config.mesh, devices)
         given = {"optimizer": inputs.optimizer, "schedule_steps": schedule.steps}
         built = build.build_step(config, spec, mesh, rules, max_traces=MAX_TRACES, **given)
-        opening.describe(config, spec, built, dataset, folder, store.run, schedule)
+        opening.describe(config, spec, built, dataset, folder, store.run, schedule, watch)
         try:
             start = restore.init_or_restore(
                 config, built, dataset, store, folder, watch, inputs, schedule.back_to

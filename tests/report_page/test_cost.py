@@ -37,6 +37,28 @@ def test_a_cost_is_the_hours_alive_times_chips_times_the_price():
     }
 
 
+def test_each_life_costs_its_own_chips():
+    """A run that an elastic restart put on half of its chips, whose last life goes on."""
+    first, again = lives_of()
+    first.chips, again.chips, again.ended = 16, 8, False
+    now = again.written + 60
+    spent = ledger.account([first, again], now)
+    known = cost.cost(PRICED, EIGHT, [first, again], spent, None)
+    assert spent.wall_s == pytest.approx(4000 + 3600 + 5760 + 60)
+    assert known["so_far"] == pytest.approx(3 / 3600 * (16 * 4000 + 8 * (5760 + 60)))
+    assert known["lost_to_restarts"] == pytest.approx(3 / 3600 * (16 * 1800 + 8 * 300))
+
+
+def test_an_extension_is_no_restart():
+    first, again = lives_of()
+    first.ended, again.first = True, 100
+    assert first.done
+    spent = ledger.account([first, again])
+    known = cost.cost(PRICED, EIGHT, [first, again], spent, None)
+    assert spent.wall_s == 4000 + 5760 and known["lost_to_restarts"] == 0
+    assert known["so_far"] == pytest.approx(3 / 3600 * 8 * (4000 + 5760))
+
+
 @pytest.mark.parametrize(
     ("config", "info"),
     [

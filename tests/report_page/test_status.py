@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 
 import pytest
@@ -155,6 +156,55 @@ def test_what_a_run_that_trains_is_doing(tmp_path, capsys):
     assert "next save at step 16, in 12s" in text and max(map(len, text.splitlines())) <= 80 + len(
         str(tmp_path)
     )
+
+
+def test_a_start_that_has_not_written_yet_is_not_the_life_before(tmp_path):
+    """A run was killed an hour ago; a new start holds the lock, and fetches a checkpoint, say."""
+    now = time.time()
+    killed = ledger.Life(
+        now - 3700,
+        written=now - 3600,
+        phase="step",
+        since=now - 3690,
+        first=0,
+        step=9,
+        buckets={"step": 100.0},
+    )
+    (tmp_path / "ledger.json").write_text(json.dumps({"lives": [vars(killed)]}))
+    dead = read_status(tmp_path, now=now).document()
+    assert dead["state"] == "died" and dead["ledger"]["buckets"]["step"] == 100
+    with lock.exclusive(tmp_path / ".lock"):
+        document = read_status(tmp_path, now=now).document()
+        assert document["state"] == "running" and document["doing"] == "starting"
+        assert abs(document["since"] - now) < 60 and document["ledger"]["buckets"]["step"] == 100
+        # One that goes on has written a moment ago, or was stopped after it had taken the lock.
+        for written in (now - 3600, now - 5):
+            killed.written = written
+            (tmp_path / "ledger.json").write_text(json.dumps({"lives": [vars(killed)]}))
+            os.utime(tmp_path / ".lock", (now - 3700, now - 3700) if written < now - 5 else (now, now))
+            goes_on = read_status(tmp_path, now=now).document()
+            assert goes_on["doing"] == "training"
+            assert goes_on["ledger"]["buckets"]["step"] == pytest.approx(100 + now - written)
+
+
+def test_the_time_after_a_finished_run_is_no_part_of_one_without_a_ledger(tmp_path):
+    ended = make_run(tmp_path, steps=12, total=12)
+    again = make_run(tmp_path, steps=20, first=12, begin=ended + 5000)
+    document = read_status(tmp_path, now=again).document()
+    assert document["starts"] == 2 and document["ledger"]["buckets"]["down"] == 0
+    # From start to stop, twice: of the second life the 10 s before its start are unknown, too.
+    assert document["ledger"]["wall_s"] == pytest.approx(12 * 2 + 8 * 2)
+    assert sum(document["ledger"]["buckets"].values()) == pytest.approx(document["ledger"]["wall_s"])
+
+
+@pytest.mark.parametrize("stop", ["data", "nonfinite", ""])
+def test_the_time_after_a_run_that_failed_is(tmp_path, stop):
+    ended = make_run(tmp_path, steps=12, stop="")
+    if stop:
+        with closing(metrics.MetricsWriter(tmp_path, clock=lambda: ended)) as writer:
+            writer.event("stop", 12, reason=stop, **({"error": "x"} if stop == "data" else {}))
+    again = make_run(tmp_path, steps=20, first=12, begin=ended + 5000)
+    assert read_status(tmp_path, now=again).document()["ledger"]["buckets"]["down"] == 5010
 
 
 def test_text_of_a_folder_moves_no_cursor(tmp_path, capsys):

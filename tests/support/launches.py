@@ -182,7 +182,8 @@ def assert_time_adds_up(workdir: Path, *, began: float, ended: float) -> ledgers
     """
     lives = ledgers.read_lives(workdir)
     found = ledgers.account(lives)
-    wall_s = lives[-1].written - lives[0].began
+    idle_s = sum(b.began - a.written for a, b in itertools.pairwise(lives) if a.done)
+    wall_s = lives[-1].written - lives[0].began - idle_s
     assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
     assert min(found.buckets.values()) >= 0 and {"down", "lost", "start", "step"} <= found.buckets.keys()
     assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (began, ended, lives)

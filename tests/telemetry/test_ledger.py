@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ from jaxdist.config import ConfigError
 from jaxdist.telemetry import compile_time, ledger
 from jaxdist.telemetry.ledger import Ledger, Life
 from support.launches import assert_time_adds_up
-from support.runs import command, environment, train, train_and_kill
+from support.runs import command, environment, last_step, train, train_and_kill
 
 START = 1_790_000_000.0
 
@@ -190,7 +191,8 @@ def test_a_life_says_how_it_ended_and_older_ledgers_are_read(tmp_path):
     for entry in stored["lives"]:
         del entry["exit_code"]
     file.write_text(json.dumps(stored))
-    assert [life.exit_code for life in ledger.read_lives(tmp_path)] == [0] * 5
+    older = ledger.read_lives(tmp_path)
+    assert len(older) == 5 and not any(life.failed or life.done for life in older)  # nobody knows
     stored["lives"][0]["exit_code"] = "x"
     file.write_text(json.dumps(stored))
     assert ledger.read_lives(tmp_path) == []
@@ -220,3 +222,106 @@ def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
     assert found.buckets["down"] > 1.4 and found.buckets["lost"] > 0 and found.buckets["compile"] > 0
     assert {"restore", "evaluate", "save", "join", "end"} <= found.buckets.keys()
     assert re.search(r"goodput \d+ %: \d+ % ", done.stdout)
+
+
+def test_the_time_after_a_finished_life_is_no_part_of_the_run():
+    one = life(0, 60, began=0.0, step=60.0, end=1.0)
+    two = life(60, 90, began=1000.0, step=30.0, restore=2.0)
+    killed = life(90, 95, began=1032.0, step=5.0)
+    last = life(90, 120, began=1100.0, step=30.0)
+    killed.ended = False
+    found = ledger.account([one, two, killed, last])
+    assert found.buckets["down"] == pytest.approx(1100 - 1037)  # after the kill alone
+    assert found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30) and found.buckets["lost"] == 5
+    for code in (75, 1, 70):  # preempted, failed: it was to go on
+        one.exit_code = code
+        assert ledger.account([one, two, killed, last]).buckets["down"] == pytest.approx(939 + 63)
+
+
+@pytest.mark.parametrize(("phase", "done"), [("end", True), ("save", False), ("step", False)])
+def test_a_life_of_an_older_version_was_done_if_it_ended_in_its_last_phase(tmp_path, phase, done):
+    entry = vars(life(0, 60, began=0.0, step=60.0)) | {"phase": phase}
+    newer = ("exit_code", "chips")
+    assert set(newer) < entry.keys()
+    older = {name: value for name, value in entry.items() if name not in newer}
+    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [older]}))
+    (found,) = ledger.read_lives(tmp_path)
+    assert found.done is done and found.chips is None and not found.failed
+    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [older | {"ended": False}]}))
+    assert not ledger.read_lives(tmp_path)[0].done  # killed
+
+
+@pytest.mark.parametrize("chips", [0, -1, 1.5, True, "8", 10**30])
+def test_chips_that_are_no_number_make_no_ledger(tmp_path, chips):
+    entry = vars(life(0, 60, began=0.0, step=60.0))
+    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [entry | {"chips": chips}]}))
+    assert ledger.read_lives(tmp_path) == []
+    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [entry | {"chips": 8}]}))
+    assert ledger.read_lives(tmp_path)[0].chips == 8
+
+
+def test_a_rollback_to_step_0_undoes_all(book, clock):
+    book.enter("data", 0)
+    for done in range(1, 31):
+        book.enter("step", done)
+        clock.now += 1
+    book.enter("restore", 30)
+    book.enter("data", 0)  # and steps under way are not known to be finished
+    book.enter("step", 0)
+    clock.now += 1
+    book.enter("step", 1)
+    (now,) = book.lives()
+    assert (now.first, now.step, now.undone) == (0, 1, 30)
+
+
+def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
+    """An NTP step between two lives, and within one: its steady clock goes on."""
+    one = life(0, 10, began=5000.0, step=10.0)
+    one.written, one.ended = 5010.0, False
+    two = life(10, 20, began=4000.0, step=10.0)
+    two.written, two.ended = 2010.0, False  # 2,000 s less while it ran
+    three = life(20, 30, began=2070.0, step=10.0)
+    three.written = 2080.0
+    found = ledger.account([one, two, three])
+    assert found.buckets == {"down": 60.0, "lost": 0.0, "step": 30.0}
+
+
+def test_lives_of_no_steps_or_no_time_lose_nothing():
+    empty = Life(10.0, written=10.0, ended=True, buckets={"start": 0.0})
+    assert ledger.account([empty]).goodput is None and ledger.goodput_line([empty]) == ""
+    killed = Life(70.0, written=75.0, buckets={"start": 5.0})  # before its first step
+    before = life(0, 50, began=0.0, step=50.0)
+    before.ended = False
+    lives = [before, killed, life(40, 50, began=80.0, step=10.0)]
+    found = ledger.account([*lives, empty])
+    assert found.buckets["lost"] == pytest.approx(10) and found.buckets["step"] == pytest.approx(50)
+    assert found.buckets["down"] == pytest.approx(20 + 5)
+    odd = life(40, 10, began=0.0, undone=3, step=8.0)  # more lost than was done, says a damaged file
+    assert ledger.account([odd, life(0, 1, began=8.0)]).buckets["lost"] <= 8.0
+
+
+@pytest.mark.slow
+def test_a_run_that_was_extended_was_not_down(tmp_path):
+    """Real processes: finished, extended, preempted, and finished again."""
+    train(tmp_path, train__steps=6)
+    time.sleep(1.5)
+    assert train(tmp_path, train__steps=6).returncode == 0  # finished: nothing to do
+    log = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options = {"train__steps": 4000}
+    process = subprocess.Popen(command(tmp_path, **options), env=environment(1), **log)
+    while last_step(tmp_path) < 12:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
+    time.sleep(1.5)
+    train(tmp_path, train__steps=last_step(tmp_path) + 3)
+    lives = ledger.read_lives(tmp_path)
+    assert [life.done for life in lives] == [True, False, True] and [life.chips for life in lives] == [1] * 3
+    assert all(life.ended for life in lives)
+    idle_s = lives[1].began - lives[0].written
+    found = ledger.account(lives)
+    assert idle_s > 1.5 and 1.5 < found.buckets["down"] == pytest.approx(
+        lives[2].began - lives[1].written, abs=0.05
+    )
+    assert found.wall_s == pytest.approx(lives[2].written - lives[0].began - idle_s, abs=0.05)
