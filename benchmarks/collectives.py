@@ -43,10 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, run = cli.parse(_parser(), arguments)
     printing = sides.start(flags)
-    sizes = [SMALLEST * FACTOR**i for i in range(20) if SMALLEST * FACTOR**i <= flags.largest]
-    if len(sizes) < LEAST_SIZES:
-        least = SMALLEST * FACTOR ** (LEAST_SIZES - 1)
-        raise ConfigError(f"--largest={flags.largest}: must be at least {least}, for a line through 3 sizes")
+    sizes = sizes_between(flags.smallest, flags.largest)
     target = targets.parse(flags.on, jax.devices())
     if target.num_devices != jax.device_count():
         raise ConfigError(f"--on={flags.on}: {target.num_devices} devices, here are {jax.device_count()}")
@@ -63,6 +60,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(_line(fits[-1]))
     measuring.write(flags.out, _record(target, rows, fits))
     return 0
+
+
+def sizes_between(smallest: int, largest: int) -> list[int]:
+    """Returns the payloads to measure, in bytes.
+
+    Raises:
+      ConfigError: there are too few for a line.
+    """
+    least = smallest * FACTOR ** (LEAST_SIZES - 1)
+    faults = [] if smallest >= SMALLEST else [f"--smallest={smallest}: must be at least {SMALLEST}"]
+    if largest < least:
+        faults.append(f"--largest={largest}: must be at least {least}, for a line through 3 sizes")
+    if faults:
+        raise ConfigError(faults)
+    return [smallest * FACTOR**i for i in range(20) if smallest * FACTOR**i <= largest]
 
 
 def measured_axes(shape: MeshShape) -> list[str]:
@@ -205,6 +217,8 @@ def _parser() -> cli.ConfigParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--on", default="here", help="this machine; hosts of GPUs need their network's name")
     parser.add_argument("--devices", type=int, help="emulated CPU devices")
+    usual = "bytes of the smallest (%(default)d): a line fits the sizes of a step better than all"
+    parser.add_argument("--smallest", type=int, default=SMALLEST, help=usual)
     parser.add_argument("--largest", type=int, default=LARGEST, help="bytes of the largest (%(default)d)")
     parser.add_argument("--out", help="JSON file, also the calibration file of plan")
     return parser

@@ -156,7 +156,7 @@ def _as_it_runs(run: RunConfig, flags: argparse.Namespace) -> tuple[RunConfig, t
 
 
 def _target(text: str) -> targets.Target:
-    if text == "here":
+    if text.partition("@")[0].strip().lower() == "here":
         initialize.skip_absent_tpu(os.environ)
         return targets.parse(text, jax.devices())
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone

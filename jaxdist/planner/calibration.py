@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.formulas import KINDS
-from jaxdist.planner.targets import Target
+from jaxdist.planner.targets import Link, Target
 from jaxdist.storage import untrusted
 
 MAX_RESIDUAL = 0.2  # of a measured time; a line that misses one by more says nothing of other sizes
@@ -70,17 +70,39 @@ class Calibration:
     hardware: str  # text of the target
     fits: Sequence[Fit]
 
+    def serves(self, target: Target) -> bool:
+        """Returns whether its times hold on a target: of its chip, and of its network if any.
+
+        Emulated devices share the processor, so their number must be the same, too.
+        """
+        if target.platform == "cpu":
+            return self.hardware == target.text
+        chips, _, network = self.hardware.partition("@")
+        own = target.text.partition("@")[2]
+        return chips.partition(":")[0] == target.family and (not (network and own) or network == own)
+
     def fit_for(self, one: Collective) -> Fit | None:
-        """Returns the fit of a collective: of its axis if measured, else the slowest alike; None without.
+        """Returns the fit of a collective: of its axis if measured, else the slowest alike; None without."""
+        alike = self._alike(one.kind, one.axis, one.group_size, one.link)
+        return max(alike, key=lambda fit: fit.alpha_s + one.wire_bytes / fit.bytes_per_s, default=None)
+
+    def _alike(self, kind: str, axis: str, size: int, link: Link | None) -> list[Fit]:
+        """Returns the fits for a kind of collective over an axis: of that axis, if there is one.
 
         A permute's bytes do not depend on how many devices the axis has, so any size will do.
         """
-        link = one.link.name if one.link else ""
-        alike = [fit for fit in self.fits if (fit.kind, fit.link) == (one.kind, link)]
-        sized = [fit for fit in alike if fit.axis_size == one.group_size]
-        alike = sized or (alike if one.kind == "collective-permute" else [])
-        own = [fit for fit in alike if fit.axis == one.axis] or alike
-        return max(own, key=lambda fit: fit.alpha_s + one.wire_bytes / fit.bytes_per_s, default=None)
+        name = link.name if link else ""
+        alike = [fit for fit in self.fits if (fit.kind, fit.link) == (kind, name)]
+        sized = [fit for fit in alike if fit.axis_size == size]
+        alike = sized or (alike if kind == "collective-permute" else [])
+        return [fit for fit in alike if fit.axis == axis] or alike
+
+    def of_axis(self, axis: str, size: int, link: Link) -> dict[str, dict[str, float]]:
+        """Returns {kind: {bytes_per_s, alpha_s}} of a mesh axis on its link: the slowest."""
+        alike = {kind: self._alike(kind, axis, size, link) for kind in KINDS}
+        slowest = {kind: min(fits, key=lambda fit: fit.bytes_per_s) for kind, fits in alike.items() if fits}
+        names = ("bytes_per_s", "alpha_s")
+        return {kind: {name: getattr(fit, name) for name in names} for kind, fit in slowest.items()}
 
     def applied(self, collectives: Sequence[Collective]) -> list[Collective]:
         """Returns the collectives with measured links, where there is a measurement."""
@@ -106,6 +128,21 @@ def load(path: str, target: Target) -> Calibration:
     Raises:
       ConfigError: it cannot be read, was measured on other hardware, or has a fit that is not usable.
     """
+    found = read(path)
+    if not found.serves(target):
+        raise ConfigError(
+            f"--calibration {path}: measured on {found.hardware}, the plan is for {target.text}; give a file "
+            f"of that hardware, or leave it out for datasheet rates"
+        )
+    return found
+
+
+def read(path: str) -> Calibration:
+    """Returns the calibration of a file, whatever hardware it is of.
+
+    Raises:
+      ConfigError: it cannot be read, or has a fit that is not usable.
+    """
     try:
         held = untrusted.read_json(Path(path), dict).get("calibration")
         content = untrusted.of_kind(held, dict, '"calibration"')
@@ -114,11 +151,6 @@ def load(path: str, target: Target) -> Calibration:
         fits = [_fit(untrusted.of_kind(entry, dict, "a fit")) for entry in entries]
     except (OSError, untrusted.Malformed) as error:
         raise ConfigError(f"--calibration {path}: {untrusted.named(error)}; {_CURE}") from error
-    if not _same(hardware, target):
-        raise ConfigError(
-            f"--calibration {path}: measured on {hardware}, the plan is for {target.text}; give a file of "
-            f"that hardware, or leave it out for datasheet rates"
-        )
     if bad := [fit for fit in fits if not fit.usable]:
         names = ", ".join(f"{fit.kind} over {fit.axis} (off by {fit.residual:.0%})" for fit in bad)
         raise ConfigError(
@@ -144,15 +176,3 @@ def _fit(entry: Mapping[str, Any]) -> Fit:
     if fit.kind not in KINDS or fit.bytes_per_s == 0 or not math.isfinite(fit.alpha_s):
         raise untrusted.Malformed(f"a fit of {fit.kind!r:.40} has no time; kinds are {', '.join(KINDS)}")
     return fit
-
-
-def _same(hardware: str, target: Target) -> bool:
-    """Returns whether times measured on that target hold on this one: of its chip, and of its network if any.
-
-    Emulated devices share the processor, so their number must be the same, too.
-    """
-    if target.platform == "cpu":
-        return hardware == target.text
-    chips, _, network = hardware.partition("@")
-    own = target.text.partition("@")[2]
-    return chips.partition(":")[0] == target.family and (not (network and own) or network == own)

@@ -71,7 +71,7 @@ class Plan:
             "exit_reason": self.exit_reason,
             "target": self.target.text,
             "hardware": asdict(self.target) | {"chip": self.target.chip and self.target.chip.name},
-            "layout": _layout(self.run, self.rules.shape, self.target),
+            "layout": _layout(self.run, self.rules.shape, self.target, self.calibration),
             "parameters": self.spec.parameter_count,
             "active_parameters": build.active_parameters(self.run, self.spec),
             "memory": self._memory(),
@@ -302,18 +302,27 @@ def _edits(plan: Plan) -> list[Edit]:
     )
 
 
-def _layout(run: RunConfig, shape: MeshShape, target: Target) -> dict[str, Any]:
+def _links(shape: MeshShape, target: Target, measured: Calibration | None) -> dict[str, dict[str, Any]]:
+    """Returns the datasheet's link of each mesh axis, and as `calibrated` what was measured by kind."""
+    links: dict[str, dict[str, Any]] = {}
+    for axis, size in shape.sizes.items():
+        if size > 1:
+            link = target.axis_link(shape, axis)
+            rate = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
+            calibrated = measured.of_axis(axis, size, link) if measured else {}
+            links[axis] = asdict(link) | {"bytes_per_s": rate, "calibrated": calibrated}
+    return links
+
+
+def _layout(run: RunConfig, shape: MeshShape, target: Target, measured: Calibration | None) -> dict[str, Any]:
     """Returns mesh sizes with the link of each axis, ZeRO stage, schedule and batch of a run."""
-    links = {axis: asdict(target.axis_link(shape, axis)) for axis, size in shape.sizes.items() if size > 1}
-    for link in links.values():
-        link["bytes_per_s"] = link["bytes_per_s"] if math.isfinite(link["bytes_per_s"]) else None
     staged = shape.sizes["pipeline"] > 1
     return {
         "text": str(shape),
         "mesh": dict(shape.sizes),
         "dcn": dict(shape.dcn),
         "zero": run.mesh.zero,
-        "links": links,
+        "links": _links(shape, target, measured),
         "schedule": run.pipeline.schedule if staged else None,
         "microbatches": build.num_microbatches(run, shape),
         "accumulation": run.batch.accumulation,

@@ -85,11 +85,10 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     left = hardware["num_devices"]
     tree = new_table("", ">", "", headed=False)
     for depth, (axis, link) in enumerate(layout["links"].items()):
-        size, rate = layout["mesh"][axis], link["bytes_per_s"]
+        size = layout["mesh"][axis]
         left //= size
-        speed = f"{link['name']}, {rate / 1e9:.0f} GB/s each way" if rate else link["name"]
         members = f"{size} x {count_text(left)}" if left > 1 else f"{size} devices"
-        tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, speed)
+        tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, _speed(link))
     if tree.row_count:
         yield tree
     batch, length = layout["global_size"], layout["sequence_length"]
@@ -99,6 +98,19 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     if plan["experts"]:
         counted += f", {count_text(plan['active_parameters'])} active for a token"
     yield Text(f"{counted}; {size} a step; {remat}")
+
+
+def _speed(link: Json) -> str:
+    """Returns a link's name with the measured rate and latency of each kind, or else the datasheet's rate."""
+    name, rate = link["name"], link["bytes_per_s"]
+    datasheet = f"{rate / 1e9:.0f} GB/s each way" if rate else ""
+    if not (measured := link["calibrated"]):
+        return ", ".join(filter(None, (name, datasheet)))
+    kinds = (
+        f"{kind} {time_text(one['alpha_s'])} + {one['bytes_per_s'] / 1e9:.4g} GB/s"
+        for kind, one in measured.items()
+    )
+    return f"{name}, calibrated: {', '.join(kinds)}" + f" (datasheet: {datasheet})" * bool(datasheet)
 
 
 def _machines(hardware: Json) -> str:

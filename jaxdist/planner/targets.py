@@ -190,13 +190,14 @@ def validate_for(
 
 
 def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
-    """Returns the target of a text; `here`: this machine's devices, for the target of that name.
+    """Returns the target of a text; `here`: this machine's devices, for the targets `here` and `here@25GB/s`.
 
     Raises:
       ConfigError: no such hardware; its one line lists what is legal.
     """
-    if text.strip().lower() == "here" and here:
-        text = _describe(here)
+    place, at, behind = text.strip().partition("@")
+    if place.strip().lower() == "here" and here:
+        text = _describe(here) + at + behind
     asked, _, network = text.strip().partition("@")
     family, _, sizes = asked.strip().lower().partition(":")
     family = hardware.FAMILY_ALIASES.get(family, family)

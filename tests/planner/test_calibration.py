@@ -2,18 +2,22 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jax
 import pytest
 
 from jaxdist import plan
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, files
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
-from jaxdist.planner import calibration, communication, targets
+from jaxdist.planner import calibration, communication, show, targets
+from jaxdist.planner import plan as plan_module
+from jaxdist.planner.compiler import Compiled
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import cli
-from support.paths import ROOT
+from jaxdist.trainer import cli, run_config
+from support.paths import CONFIGS, HLO, ROOT
+from support.stored_programs import CASES
 
 SMALL = "model.num_layers=1 model.d_model=32 model.d_ff=32 model.num_heads=1 model.num_kv_heads=1"
 SMALL += " model.head_dim=32 model.vocab_size=512 batch.sequence_length=32 batch.global_size=4 mesh.data=1"
@@ -139,3 +143,81 @@ def test_a_chain_holds_one_collective_of_its_kind_and_payload(kind, monkeypatch)
         assert (found.kind, found.bytes, found.in_loop) == (kind, payload, True)
         if kind != "collective-permute":  # of which the text names a sender and its receiver
             assert (found.axis, found.group_size) == (axis, n)
+
+
+def planned(name: str, measured: calibration.Calibration | None = None) -> plan_module.Plan:
+    """Returns the plan of a stored program, as if a run on its target had compiled to it."""
+    text, shape = CASES[name]
+    target, run = targets.parse(text), run_config.from_config(files.load("dense_16b:tiny", folders=[CONFIGS]))
+    config, batch = MeshConfig(**{"data": 1} | dict(shape.sizes)), replace(run.batch, global_size=64)
+    run = replace(run, mesh=config, batch=batch, precision=replace(run.precision, compute="bfloat16"))
+    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0)
+    ids = tuple(target.arrange(shape).ravel().tolist())
+    program = (HLO / f"{name}.txt").read_text()
+    compiled = Compiled(**sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=program, mesh_ids=ids)
+    by_arithmetic = plan_module.plan_by_arithmetic(run, target)
+    return plan_module._with_compiled(replace(by_arithmetic, calibration=measured), compiled)
+
+
+@pytest.mark.parametrize("name", ["v5p_tensor4", "h100_4x8"])
+def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
+    """On a TPU and on a GPU, of whose compute a plan knows: sums by hand, and what their windows hold."""
+    before = planned(name)
+    behind = [one.asynchronous for one in before.collectives]
+    assert any(behind) and before.time.waterfall["exposed communication"] > 0
+    groups = dict.fromkeys((o.kind, o.axis, o.group_size, o.link.name) for o in before.collectives)
+
+    def measured(line) -> plan_module.Plan:
+        """Returns the plan with each group's (alpha, rate) by its place."""
+        lines = [(group, *line(i)) for i, group in enumerate(groups)]
+        entries = [
+            fit(kind, alpha, rate, axis=axis, axis_size=size, link=link)
+            for (kind, axis, size, link), alpha, rate in lines
+        ]
+        file = written(tmp_path, entries, CASES[name][0])
+        return planned(name, calibration.load(file, targets.parse(CASES[name][0])))
+
+    def parts(found: plan_module.Plan) -> tuple[float, float]:
+        """Returns the seconds in the open, and all of those behind compute."""
+        seconds = [one.step_s for one in found.collectives]
+        together = sum(s for s, hides in zip(seconds, behind, strict=True) if hides)
+        return sum(seconds) - together, together
+
+    rates = {group: (1e-5 * (i + 1), 1e9 * (i + 2)) for i, group in enumerate(groups)}
+    after = measured(lambda i: list(rates.values())[i])
+    for old, new in zip(before.collectives, after.collectives, strict=True):
+        alpha, rate = rates[new.kind, new.axis, new.group_size, new.link.name]
+        assert new.step_s == pytest.approx(new.count * (alpha + new.wire_bytes / rate)) != old.step_s
+    opened, together = parts(after)
+    exposed = after.time.waterfall["exposed communication"]
+    assert exposed == pytest.approx(opened + together - after.time.hidden_s)
+    assert after.time.hidden_s == pytest.approx(sum(one.hidden_s for one in after.collectives))
+    change = exposed - before.time.waterfall["exposed communication"]
+    assert after.time.step_s - before.time.step_s == pytest.approx(change)  # compute stays
+
+    fast = measured(lambda i: (1e-12, 1e18))
+    for old, new in zip(before.collectives, fast.collectives, strict=True):  # one after the other on a link
+        whole = new.step_s if old.hidden_s > 1e-9 else 0.0
+        assert new.hidden_s == pytest.approx(whole, abs=1e-3 * new.step_s)
+    assert 0 < fast.time.hidden_s < sum(one.step_s for one in fast.collectives)
+    slow, slower = (measured(lambda i, alpha=alpha: (alpha, 1e18)) for alpha in (1.0, 2.0))
+    assert 0 < slow.time.hidden_s == pytest.approx(slower.time.hidden_s)  # all that the windows hold
+    executions = sum(one.count for one in slow.collectives)
+    assert slower.time.step_s - slow.time.step_s == pytest.approx(executions)
+
+
+def test_links_are_shown_as_calibrated_beside_their_datasheets(tmp_path):
+    entries = [fit("all-gather", 2e-5, 3e9, axis_size=4, link="InfiniBand", axis="fsdp")]
+    entries += [fit("all-reduce", 1e-5, 7e10, axis_size=4, link="NVLink", axis="tensor")]
+    held = calibration.load(written(tmp_path, entries, "h100:4x8"), targets.parse("h100:4x8"))
+    before, after = (planned("h100_4x8", one).to_json() for one in (None, held))
+    links = {axis: dict(link) for axis, link in after["layout"]["links"].items()}
+    own = {axis: link.pop("calibrated") for axis, link in links.items()}
+    assert own["fsdp"] == {"all-gather": {"bytes_per_s": 3e9, "alpha_s": 2e-5}} and own["data"] == {}
+    assert own["tensor"] == {"all-reduce": {"bytes_per_s": 7e10, "alpha_s": 1e-5}}
+    for axis, link in before["layout"]["links"].items():
+        assert link == links[axis] | {"calibrated": {}}  # the datasheet's
+    assert "calibrated" not in show.as_text(before)
+    words = " ".join(show.as_text(after).split())
+    assert "NVLink, calibrated: all-reduce 0.01 ms + 70 GB/s (datasheet: 450 GB/s each way)" in words
+    assert "InfiniBand, calibrated: all-gather 0.02 ms + 3 GB/s (datasheet: 100 GB/s each way)" in words

@@ -112,6 +112,8 @@ def test_here_is_the_target_of_the_devices():
         SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=i // 4) for i in range(8)
     ]
     assert targets.parse("here", gpus).text == "h200:2x4"
+    behind = targets.parse("here@25GB/s", gpus)
+    assert (behind.text, behind.chip.network_bytes_per_s) == ("h200:2x4@25GB/s", 25e9)
     assert targets.parse("here", [SimpleNamespace(platform="cpu")] * 3).text == "cpu:3"
     with pytest.raises(ConfigError, match="NVIDIA L4"):
         targets.parse("here", [SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0)])
