@@ -133,7 +133,7 @@ def read_plan(
         return None
     except (OSError, untrusted.Malformed) as error:
         return Planned(fault=f"it cannot be read ({untrusted.named(error)})")
-    named = Planned(str(plan.get("target")), _date(plan.get(DATE)))
+    named = Planned(f"{plan.get('target')!s:.60}", _date(plan.get(DATE)))
     faults = [*_faults(plan, config, info, layout_of_run(config, info, events)), *_of_row(events, row)]
     if faults:
         more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
@@ -207,7 +207,7 @@ def _timed(plan: Mapping[str, Any], named: Planned) -> Planned:
     step_s, band, parts = time.get("step_s"), time.get("band_s"), _fields(time, "waterfall")
     if step_s is None:
         why = time.get("sure") if plan.get("fits") else plan.get("exit_reason")
-        return Planned(named.target, named.date, f"it says nothing of the time ({why})")
+        return Planned(named.target, named.date, f"it says nothing of the time ({why!s:.200})")
     seconds = [step_s, *(band if isinstance(band, list) and len(band) == 2 else [None])]
     sound = all(_is_seconds(s) and s > 0 for s in seconds) and all(map(_is_seconds, parts.values()))
     if not sound or abs(sum(parts.values()) - step_s) > _ROUNDING * step_s:

@@ -355,11 +355,17 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
 
 def lost_s(lives: Sequence[Life]) -> list[float]:
     """Returns the seconds of each life's steps that were done again."""
-    later = (lives[index + 1 :] for index in range(len(lives)))
-    return [
-        life.buckets.get(STEP, 0.0) * _lost_share(life, others)
-        for life, others in zip(lives, later, strict=True)
-    ]
+    shares = map(_lost_share, lives, _later_firsts(lives))
+    return [life.buckets.get(STEP, 0.0) * share for life, share in zip(lives, shares, strict=True)]
+
+
+def _later_firsts(lives: Sequence[Life]) -> list[float]:
+    """Returns for each life the lowest step from which a later one went on; infinite if none did."""
+    lowest, found = math.inf, []
+    for life in reversed(lives):
+        found.append(lowest)
+        lowest = min(lowest, math.inf if life.first is None else life.first)
+    return found[::-1]
 
 
 def _gap_s(life: Life, following: Life) -> float:
@@ -396,11 +402,8 @@ def _spoken(name: str, lives: Sequence[Life]) -> str:
         return "waiting for other processes"
     if name != LOST:
         return name
-    back = [
-        min(other.first for other in lives[index + 1 :] if other.first is not None)
-        for index, life in enumerate(lives)
-        if _lost_share(life, lives[index + 1 :]) and life.undone == 0
-    ]
+    pairs = zip(lives, _later_firsts(lives), strict=True)
+    back = [first for life, first in pairs if _lost_share(life, first) and life.undone == 0]
     undone = sum(life.undone > 0 for life in lives)
     if len(back) == 1 and not undone:
         return f"lost to a restart at step {back[0]}"
@@ -408,11 +411,14 @@ def _spoken(name: str, lives: Sequence[Life]) -> str:
     return f"lost to {' and '.join(causes)}"
 
 
-def _lost_share(life: Life, later: Sequence[Life]) -> float:
-    """Returns the share of a life's steps that were done again."""
+def _lost_share(life: Life, later_first: float) -> float:
+    """Returns the share of a life's steps that were done again.
+
+    Args:
+      later_first: the lowest step from which a later life went on.
+    """
     if life.first is None:
         return 0.0
     done = life.step - life.first + life.undone
-    restarts = [other.first for other in later if other.first is not None]
-    kept = max(life.first, min([life.step, *restarts]))
+    kept = max(life.first, min(life.step, later_first))
     return (life.step - kept + life.undone) / done if done else 0.0

@@ -158,3 +158,32 @@ def test_a_real_run_is_planned_as_it_ran(tmp_path, capsys):
     )
     assert document["step_parts"][step_parts.BUBBLE] > 0
     assert math.fsum(document["step_parts"].values()) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_refitted_to_fewer_devices_is_planned_as_it_is_now(tmp_path, monkeypatch, capsys):
+    """Real starts on four devices and on two, as `launch --min-processes` makes them."""
+    folder = tmp_path / "run"
+    options = {
+        "mesh__data": 2,
+        "mesh__fsdp": 2,
+        "checkpoint__every_steps": 3,
+        "precision__compute": "float32",
+    }
+    monkeypatch.setenv("JAXDIST_FULL_PROCESSES", "0")
+    train(folder, 4, train__steps=6, **options)
+    train(folder, 2, train__steps=9, **options)
+    monkeypatch.delenv("JAXDIST_FULL_PROCESSES")
+    info = json.loads((folder / "run.json").read_text())
+    assert info["num_devices"] == 2 and info["accumulation"] > 1
+    assert plan.main(["--workdir", str(folder), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["target"] == "cpu:2" and made["layout"]["mesh"] == info["mesh"]
+    assert made["layout"]["accumulation"] == info["accumulation"]
+    assert status.main([str(folder), "--json"]) == 0
+    reason = json.loads(capsys.readouterr().out)["plan"]["reason"]
+    assert reason.startswith("it says nothing of the time")  # nothing else differs
+    assert plan.main(["--workdir", str(folder), "--config.batch.global_size=16", "--json"]) == 0
+    assert status.main([str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch.global_size: planned with 16, the run has 8" in said

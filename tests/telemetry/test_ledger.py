@@ -286,6 +286,17 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
     assert found.buckets == {"down": 60.0, "lost": 0.0, "step": 30.0}
 
 
+def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
+    lives = [life(0, 100, began=0.0, step=100.0), life(100, 200, began=100.0, step=100.0)]
+    lives += [life(None, 0, began=200.0, start=1.0), life(150, 160, began=201.0, step=10.0)]
+    assert ledger.lost_s(lives) == [0, 50, 0, 0]
+    lives += [life(90, 95, began=211.0, step=5.0)]  # a checkpoint between was damaged
+    assert ledger.lost_s(lives) == [10, 100, 0, 10, 0]
+    many = [life(0, 1, began=float(i), step=1.0) for i in range(30_000)]  # of a damaged folder: no day's work
+    assert sum(ledger.lost_s(many)) == 29_999
+    assert ledger.account(many).buckets["step"] == 1 and "29999 restarts" in ledger.goodput_line(many)
+
+
 def test_lives_of_no_steps_or_no_time_lose_nothing():
     empty = Life(10.0, written=10.0, ended=True, buckets={"start": 0.0})
     assert ledger.account([empty]).goodput is None and ledger.goodput_line([empty]) == ""
