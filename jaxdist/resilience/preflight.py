@@ -131,16 +131,26 @@ def all_reduce_rate(groups: Sequence[Sequence[jax.Device]], num_bytes: int) -> f
       groups: of equal length, all devices in one of them; they reduce at the same time.
       num_bytes: of each device's array.
     """
-    mesh, n = Mesh(np.asarray(groups), ("group", "member")), len(groups[0])
-    where = P(("group", "member"))
-    shape, sharding = (len(groups) * n, num_bytes // 4), NamedSharding(mesh, where)
-    ones = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=sharding)()
+    reduces, array = reduces_of(groups, num_bytes)
+    ones = jax.jit(lambda: jnp.ones(array.shape, array.dtype), out_shardings=array.sharding)()
+    n = len(groups[0])
+    return 2 * (n - 1) / n * num_bytes * _REDUCES / _best_s(lambda: reduces(ones))
 
-    def chain(x: jax.Array) -> jax.Array:
+
+def reduces_of(
+    groups: Sequence[Sequence[jax.Device]], num_bytes: int
+) -> tuple[jax.stages.Wrapped, jax.ShapeDtypeStruct]:
+    """Returns a program of all-reduces, each of the result of the last, and what it takes."""
+    mesh, n = Mesh(np.asarray(groups), ("group", "member")), len(groups[0])
+    each = P(("group", "member"))
+    array = jax.ShapeDtypeStruct(
+        (len(groups) * n, num_bytes // 4), jnp.float32, sharding=NamedSharding(mesh, each)
+    )
+
+    def mean(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, _REDUCES, lambda _, y: lax.psum(y, "member") / n, x)
 
-    reduce = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=where, out_specs=where, check_vma=False))
-    return 2 * (n - 1) / n * num_bytes * _REDUCES / _best_s(lambda: reduce(ones))
+    return jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)), array
 
 
 def _best_s(run: Callable[[], jax.Array]) -> float:
@@ -164,8 +174,7 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
     name = {"tpu": "slice", "gpu": "host"}.get(devices[0].platform, "process")
     places: dict[int, list[Any]] = {}
     for device in sorted(devices, key=lambda d: d.id):
-        index = getattr(device, "slice_index", None) if name != "process" else None  # jax: of a GPU's host
-        places.setdefault(device.process_index if index is None else index, []).append(device)
+        places.setdefault(_place(device), []).append(device)
     groups = list(places.values())
     size = len(groups[0])
     if len({len(group) for group in groups}) > 1:
@@ -180,6 +189,14 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
         row = Row(chip.name, chip.network, rate) if chip and rate else None
         found.append(Span(where, [list(members) for members in zip(*groups, strict=True)], row))
     return found
+
+
+def _place(device: Any) -> int:
+    """Returns the number of a device's slice (TPU: 0 where there is one alone), host (GPU) or process."""
+    if device.platform not in ("tpu", "gpu"):
+        return device.process_index
+    index = getattr(device, "slice_index", None)  # jax counts the hosts of GPUs so, too
+    return index if index is not None else device.process_index if device.platform == "gpu" else 0
 
 
 def _inside(chip: Chip, devices: Sequence[Any]) -> Row | None:

@@ -1,8 +1,12 @@
 """`launch --preflight`: what it compares with which row of the hardware table, and what it says."""
 
 import inspect
+import json
+import os
 import re
+import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -30,10 +34,13 @@ def gpus(hosts: int, each: int, processes_of_host: int = 1) -> list[SimpleNamesp
 
 
 def of_target(text: str) -> list[SimpleNamespace]:
-    """Returns stand-ins for the TPUs of a target, each slice one process."""
-    devices = targets.parse(text).stand_ins()
-    for device in devices:
-        device.process_index = device.slice_index
+    """Returns stand-ins for the TPUs of a target: four chips a process, `slice_index` only with several."""
+    target = targets.parse(text)
+    devices = target.stand_ins()
+    for number, device in enumerate(devices):
+        device.process_index = number // (4 * target.chip.devices_per_chip)
+        if target.num_slices == 1:
+            device.slice_index = None
     return devices
 
 
@@ -57,7 +64,16 @@ def test_one_gpu_a_host_has_no_inside_and_one_device_nothing_at_all():
 
 @pytest.mark.parametrize(
     ("target", "links"),
-    [("v5p:4x4x4", 6), ("v5p:2x2x1", 2), ("v5p:2x2x4", 3), ("v5e:4x4", 2), ("v5e:16x16", 4), ("v5e:8x16", 3)],
+    [
+        ("v5p:4x4x4", 6),
+        ("v5p:2x2x1", 2),
+        ("v5p:2x2x4", 3),
+        ("v5e:4x4", 2),
+        ("v5e:16x16", 4),
+        ("v5e:8x16", 3),
+        ("tpu7x:2x2x1", 1),
+        ("tpu7x:4x4x4", 3),
+    ],
 )
 def test_a_slice_has_two_links_along_a_ring_and_one_along_a_line(target, links):
     chip = targets.parse(target).chip
@@ -191,7 +207,7 @@ def test_the_measured_program_is_a_loop_of_all_reduces_of_each_group_alone(monke
 
     def spy(run):
         values = inspect.getclosurevars(run).nonlocals
-        programs.append(values["reduce"].lower(values["ones"]).compile().as_text())
+        programs.append(values["reduces"].lower(values["ones"]).compile().as_text())
         np.testing.assert_array_equal(run(), values["ones"])  # the mean of ones
         return 1.0
 
@@ -204,6 +220,41 @@ def test_the_measured_program_is_a_loop_of_all_reduces_of_each_group_alone(monke
     reduces = re.search(rf"%?{re.escape(body)} .*?\n}}", text, re.S)[0]
     (groups,) = re.findall(r" all-reduce\(.*replica_groups=(\S+),", reduces)
     assert groups in ("{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]"), groups
+
+
+# In a child: libtpu writes to fd 2 and reads its environment at import.
+COMPILE = """
+import json
+from jaxdist.planner import targets
+from jaxdist.resilience import preflight
+for text in ("v5p:2x2x1", "v5p:2x2x1x2"):
+    target = targets.parse(text)
+    for span in preflight.spans(targets.devices(target), target.chip):
+        program, array = preflight.reduces_of(span.groups, 1 << 20)
+        print(json.dumps([text, span.where, program.lower(array).compile().as_text()]))
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]"
+)
+def test_on_tpus_the_measured_program_reduces_over_ici_and_over_dcn():
+    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    alone, inside, between = (text for _, _, text in rows)
+    assert [row[:2] for row in rows] == [
+        ["v5p:2x2x1", "inside the slice"],
+        ["v5p:2x2x1x2", "inside each slice"],
+        ["v5p:2x2x1x2", "between 2 slices"],
+    ]
+    for text in (alone, inside):
+        (groups,) = re.findall(r" all-reduce\S*\(.*replica_groups=(\S+),", text)
+        assert groups == "{{0,1,2,3}}" and "megascale" not in text and " while(" in text
+    assert '_xla_megascale_reduce_operation="SUM"' in between and " all-reduce" not in between
+    assert " while(" in between
 
 
 # Process 1's clock runs ahead. The patch comes first: jaxdist takes the function when it is imported.
