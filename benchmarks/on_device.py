@@ -72,6 +72,17 @@ _FUSIONS = "--xla_gpu_enable_triton_gemm=false"
 _1B, _3B = f"--shape 1b {_BF16}", f"--shape 3b {_BF16}"
 _4K, _8K = "--sequence 4096", "--sequence 8192"
 _ALONE = "--sides jaxdist --rounds 4"
+# The shape 1b over more and more devices, 8 sequences on each; where there is one, it says so.
+_SCALED = (
+    "--config llama3_8b --config.model.num_layers=22 --config.model.d_model=2048 --config.model.d_ff=5632 "
+    "--config.model.num_heads=16 --config.model.num_kv_heads=4 --config.model.vocab_size=32768 "
+    "--config.batch.sequence_length=4096 --config.batch.global_size=8 --config.remat.policy=dots "
+    "--mode weak --apart --rounds 4 --skip-one-device"
+)
+_SCALED_TINY = (
+    "--config quickstart --config.model.num_layers=1 --config.batch.sequence_length=64 "
+    "--config.batch.global_size=4 --config.optimizer.name=adamw --devices 2 --rounds 2 --skip-one-device"
+)
 
 
 def _step(name: str, full: str, tiny: str = "", usual_s: float = 90, **more: Any) -> Item:
@@ -118,6 +129,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _other("generate-1b", "generate", f"{_1B} --batch 8", "--prompt 8 --tokens 16"),
     _other("huggingface-1b", "huggingface", f"{_1B} --sequence 2048 --batch 4", usual_s=90),
+    Item("scaling-1b", "scaling.py", _SCALED, _SCALED_TINY, usual_s=400, group=True),
     _other("tests", "tests", "", "--tests-on cpu", usual_s=240),
     _step(
         "flags-1b-no-triton", f"{_1B} {_4K} --batch 8 {_ALONE}", "--sides jaxdist",

@@ -210,19 +210,22 @@ def _placed(batch: Mapping[str, np.ndarray], shardings: Mapping[str, Any]) -> di
 # ------------------------------------------------------------------------------------------ jaxdist
 
 
-def built(run: recipe.RunConfig) -> tuple[ModelSpec, TrainStep]:
-    """Returns the spec and the train step of a run on this machine's devices.
+def built(run: recipe.RunConfig, devices: Sequence[jax.Device] | None = None) -> tuple[ModelSpec, TrainStep]:
+    """Returns the spec and the train step of a run on these devices (default: all of this machine).
 
     Raises:
       ConfigError: the run does not fit them; its data is not looked at.
     """
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    return spec, build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    devices = jax.devices() if devices is None else devices
+    _, rules, spec = validation.validate(run, devices, with_data=False)
+    return spec, build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
 
 
-def build_jaxdist(run: recipe.RunConfig, host_batch: Mapping[str, np.ndarray]) -> Side:
-    """Returns jaxdist's side, at its own initial parameters."""
-    _, step = built(run)
+def build_jaxdist(
+    run: recipe.RunConfig, host_batch: Mapping[str, np.ndarray], devices: Sequence[jax.Device] | None = None
+) -> Side:
+    """Returns jaxdist's side on these devices (default: all), at its own initial parameters."""
+    _, step = built(run, devices)
     batch = _placed(host_batch, step.batch_shardings(host_batch))
     return compiled("jaxdist", step.step, step.init(), (batch,))
 

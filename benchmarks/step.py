@@ -121,7 +121,13 @@ def measure_together(
     Args:
       steps: of a turn; None: as many as fill ROUND_S.
     """
-    present = [warm(maker(), say) for maker in makers]
+    return take_turns([warm(maker(), say) for maker in makers], rounds, steps, say)
+
+
+def take_turns(
+    present: Sequence[Side], rounds: int, steps: int | None, say: Callable[..., None]
+) -> list[Measured]:
+    """Returns the numbers of warm sides that take turns; see `measure_together`."""
     inner = steps_per_turn(present) if steps is None else steps
     if steps is not None:
         for side in present:

@@ -1,0 +1,263 @@
+"""The rows of `scaling.py`: what was measured of each count, its efficiency, and the prediction beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import measuring
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdist.parallel.mesh import resolve_mesh, slices_of
+from jaxdist.planner.plan import Plan
+from jaxdist.telemetry import hlo
+from jaxdist.telemetry.flops import hlo_flops
+from jaxdist.trainer import build
+from jaxdist.trainer.run_config import RunConfig
+from step import Measured
+
+EMULATED = "emulated: CPU devices share the cores of their machine, so their efficiency is not hardware's"
+
+Key = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One step to measure."""
+
+    mode: str
+    run: RunConfig
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.devices)
+
+    @property
+    def key(self) -> Key:
+        """What it is measured by: both modes share the step of the smallest count."""
+        return self.count, self.run.batch.global_size
+
+    @property
+    def name(self) -> str:
+        return f"{devices_text(self.count)} x {self.run.batch.global_size}"
+
+    @property
+    def tokens(self) -> int:
+        return self.run.batch.global_size * build.targets_per_sample(self.run)
+
+
+def devices_text(count: int) -> str:
+    return f"{count} device{'s' * (count > 1)}"
+
+
+class Expected(NamedTuple):
+    """What `plan` says of a point; seconds of a step."""
+
+    step_s: float | None  # None on a CPU, of whose compute it says nothing
+    program_flops: float = 0.0  # of the program, on all devices together
+    exposed_communication_s: float = 0.0  # communication in the open
+    hidden_communication_s: float = 0.0  # and behind compute
+    bubble_s: float | None = 0.0
+    bubble_share: float = 0.0
+    not_measured: tuple[str, ...] = ()  # collectives without a calibration, though there is a file
+
+
+def expected_of(plan: Plan) -> Expected:
+    """Returns a plan's own estimate."""
+    told = plan.calibration.describe(plan.collectives)["not_measured"] if plan.calibration else ()
+    waterfall = plan.time.waterfall
+    program = hlo_flops(hlo.parse(plan.compiled.hlo)) if plan.compiled and plan.compiled.hlo else 0.0
+    return Expected(
+        plan.time.step_s,
+        program * plan.target.num_devices,
+        math.fsum(one.exposed_s for one in plan.collectives),
+        math.fsum(one.hidden_s for one in plan.collectives),
+        waterfall["bubble"] if waterfall else None,
+        plan.pipeline.get("bubble", 0.0),
+        tuple(told),
+    )
+
+
+def rows_of(
+    points: Sequence[Point],
+    found: Mapping[Key, Measured],
+    reasons: Mapping[Key, str],
+    expected: Mapping[Key, Sequence | str],
+) -> list[dict[str, Any]]:
+    """Returns a row for each mode and count."""
+    rows = []
+    processor = {key: _processor_s(one) for key, one in found.items()}
+    for mode in dict.fromkeys(point.mode for point in points):
+        own = [point for point in points if point.mode == mode]
+        base = next((point for point in own if point.key in found), None)
+        for point in own:
+            row = _described(point) | {"fits": point.key in found, "reason": reasons.get(point.key)}
+            if base is not None and point.key in found:
+                row |= _measured(point, base, found, processor)
+                row |= _compared(point, base, row, found, expected)
+            rows.append(row)
+    return rows
+
+
+def _described(point: Point) -> dict[str, Any]:
+    shape = resolve_mesh(point.run.mesh, point.count, slices_of(point.run.mesh, point.devices))
+    size = point.run.batch.global_size
+    return {
+        "mode": point.mode,
+        "devices": point.count,
+        "layout": str(shape),
+        "mesh": dict(shape.sizes),
+        "global_batch": size,
+        "sequences_per_device": size / point.count,
+        "tokens_per_step": point.tokens,
+    }
+
+
+def _processor_s(one: Measured) -> list[float]:
+    """Returns the processor seconds of a step in each round, of all processes together."""
+    own = np.array([t.processor_s / one.steps for t in one.times], np.float32)
+    if jax.process_count() == 1:
+        return own.tolist()
+    return multihost_utils.process_allgather(own).sum(axis=0).tolist()
+
+
+def _measured(
+    point: Point, base: Point, found: Mapping[Key, Measured], processor: Mapping[Key, Sequence[float]]
+) -> dict[str, Any]:
+    """Returns what was measured of a point, and its efficiency over the smallest count that fits."""
+    one, smallest = found[point.key], found[base.key]
+    walls = [t.wall_s / one.steps for t in one.times]
+    base_walls = [t.wall_s / smallest.steps for t in smallest.times]
+    step_s, work = measuring.quartiles(walls), measuring.quartiles(processor[point.key])
+    rate, base_rate = (
+        p.tokens / measuring.quartiles(times)["median"] / p.count
+        for p, times in ((point, walls), (base, base_walls))
+    )
+    more = point.tokens / point.count / (base.tokens / base.count)
+    by_rounds = [more * b / a for a, b in zip(walls, base_walls, strict=True)]
+    emulated = None
+    if jax.devices()[0].platform == "cpu":
+        base_work = measuring.quartiles(processor[base.key])["median"]
+        emulated = {
+            "wall_efficiency": rate / base_rate * point.count / base.count,
+            "processor_efficiency": base_work / base.tokens / (work["median"] / point.tokens),
+        }
+    return {
+        "step_s": step_s | {"best": min(walls)},
+        "processor_s": work,
+        "tokens_per_s": rate * point.count,
+        "tokens_per_s_per_device": rate,
+        "efficiency": rate / base_rate,
+        "efficiency_by_rounds": measuring.quartiles(by_rounds),
+        "emulated": emulated,
+        "data_wait_s": None,
+        "steps_per_round": one.steps,
+        "rounds": [{"wall_s": t.wall_s, "processor_s": t.processor_s} for t in one.times],
+        **one.numbers,
+    }
+
+
+def _compared(
+    point: Point,
+    base: Point,
+    row: Mapping[str, Any],
+    found: Mapping[Key, Measured],
+    expected: Mapping[Key, Sequence | str],
+) -> dict[str, Any]:
+    """Returns what `plan` says of a point, and the prediction beside its row; why there is none, else."""
+    smallest = found[base.key]
+    took = measuring.quartiles([t.wall_s / smallest.steps for t in smallest.times])["median"]
+    none = {"planned": None, "predicted": None}
+    for why in (expected[point.key], expected[base.key]):
+        if isinstance(why, str):
+            return none | {"not_predicted": why}
+    own, least = Expected(*expected[point.key]), Expected(*expected[base.key])
+    planned = {"planned": own._asdict()}
+    step_s, base_s = own.step_s, least.step_s
+    if step_s is None or base_s is None:
+        if point.key == base.key:
+            why = "its compute is what the larger counts are predicted from"
+            return none | planned | {"not_predicted": why}
+        if not least.program_flops:
+            return none | planned | {"not_predicted": "the compiled program cannot be read"}
+        more = own.program_flops / least.program_flops
+        step_s, base_s = max(took - least.exposed_communication_s, 0.0) * more, took
+        step_s += own.exposed_communication_s
+    rate, base_rate = point.tokens / step_s / point.count, base.tokens / base_s / base.count
+    predicted = {
+        "step_s": step_s,
+        "tokens_per_s_per_device": rate,
+        "efficiency": rate / base_rate,
+        "wall_efficiency": rate * point.count / (base_rate * base.count) if row["emulated"] else None,
+        "measured_over_predicted": row["step_s"]["median"] / step_s,
+        "efficiency_over_predicted": row["efficiency"] / (rate / base_rate),
+    }
+    return planned | {"predicted": predicted, "not_predicted": None}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the efficiency of the largest count of each mode."""
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        fitting = [row for row in rows if row["mode"] == mode and row["fits"]]
+        if fitting:
+            least, most = fitting[0]["devices"], fitting[-1]
+            told = most["predicted"]
+            said = f", predicted {told['efficiency']:.1%}" if told else ""
+            kind = ", emulated" if most["emulated"] else ""
+            yield f"{mode} {least} to {most['devices']}: efficiency {most['efficiency']:.1%}{said}{kind}"
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what a person wants to read of the rows."""
+    yield ""
+    yield " " * 79 + "predicted"
+    yield (
+        "mode   devices   batch   best ms  median ms    tokens/s  a device  efficiency  |  step ms  "
+        "efficiency  exposed ms  bubble  off by"
+    )
+    for row in rows:
+        yield f"{row['mode']:7}{row['devices']:7d} {row['global_batch']:7d} {_cells(row)}"
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["fits"] and row["not_predicted"]:
+            reasons.setdefault(row["not_predicted"], []).append(f"{row['mode']} {row['devices']}")
+    for why, places in reasons.items():
+        yield f"not predicted: {', '.join(places)}: {why}"
+    yield from _emulated_lines(rows)
+
+
+def _cells(row: Mapping[str, Any]) -> str:
+    """Returns what was measured and predicted of a row; why it was not, else."""
+    if not row["fits"]:
+        return row["reason"]
+    took, told, planned = row["step_s"], row["predicted"], row["planned"]
+    measured = (
+        f"{1e3 * took['best']:9.1f} {1e3 * took['median']:10.1f} {row['tokens_per_s']:11,.0f} "
+        f"{row['tokens_per_s_per_device']:9,.0f} {row['efficiency']:11.1%}  |"
+    )
+    if not told:
+        return measured
+    return (
+        f"{measured} {1e3 * told['step_s']:8.1f} {told['efficiency']:11.1%} "
+        f"{1e3 * planned['exposed_communication_s']:11.2f} {planned['bubble_share']:7.1%} "
+        f"{told['measured_over_predicted'] - 1:+7.0%}"
+    )
+
+
+def _emulated_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shared = [row for row in rows if row["fits"] and row["emulated"]]
+    if shared:
+        yield f"{EMULATED}. Of the shared cores, tokens per second and per processor second:"
+    for row in shared:
+        wall, work = row["emulated"]["wall_efficiency"], row["emulated"]["processor_efficiency"]
+        spent, told = 1e3 * row["processor_s"]["median"], row["predicted"]
+        said = f" (predicted {told['wall_efficiency']:.1%})" if told else ""
+        yield (
+            f"emulated: {row['mode']:7}{row['devices']:3d}: {wall:.1%} by wall time{said}, "
+            f"{work:.1%} by processor time, {spent:.1f} ms a step"
+        )
