@@ -1,8 +1,8 @@
 """How the processes of a run agree, through the key-value store of jax's coordination service.
 
 Nothing here is a collective: no device is needed, and none waits. All processes make the same calls
-of `broadcast`, `gather`, `all_equal`, `first_error` and `barrier` in the same order, from the main
-thread. A lone process never waits. If a process is lost, the others fail as soon as the service
+of `broadcast`, `gather`, `all_equal`, `first_error`, `raise_on_all` and `barrier` in the same order, from the
+main thread. A lone process never waits. If a process is lost, the others fail as soon as the service
 hears of it; what takes too long is for the watchdog to say.
 """
 
@@ -10,20 +10,32 @@ import contextlib
 import itertools
 import json
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed  # the service's client has no public name in jax 0.10 to 0.12
 
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, ConfigError, exit_code_of
 from jaxdist.telemetry import ledger
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs
+_LINE_CHARS = 500  # of an error
+_MOST_CALLS = 1_000  # of this module, in the body of `raise_on_all`
 
 _numbers = itertools.count()  # the same on all processes: they make the same calls in order
+
+
+class PeerFailed(RuntimeError):
+    """Another process has failed, and says why. Nothing is wrong with this one."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_PEER_LOST):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def kv_client() -> Any:
@@ -49,9 +61,13 @@ def barrier(timeout_s: int = _FOREVER_S) -> None:
     Raises:
       jax.errors.JaxRuntimeError: one was lost, or did not come in time.
     """
+    _barrier(next(_numbers), timeout_s)
+
+
+def _barrier(number: int, timeout_s: int = _FOREVER_S) -> None:
     if client := kv_client():
         with ledger.waiting():
-            client.wait_at_barrier(f"jaxdist/barrier/{next(_numbers)}", 1000 * timeout_s)
+            client.wait_at_barrier(f"jaxdist/barrier/{number}", 1000 * timeout_s)
 
 
 def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
@@ -141,17 +157,53 @@ def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
-    """Raises the first process's ConfigError on all of them."""
-    fault: ConfigError | None = None
+    """Raises on all processes where the body raises on any, so that none waits for one that has gone.
+
+    Raises:
+      Exception: where the body raised it.
+      ConfigError, PeerFailed: elsewhere; they name the first such process and the first line of its error.
+    """
+    global _numbers
+    if kv_client() is None:
+        yield
+        return
+    board, number = Board("raised"), next(_numbers)
+    own: Exception | None = None
     try:
         yield
-    except ConfigError as error:
-        fault = error
-    if broadcast(fault is not None):
-        barrier()  # see all_equal
-        fault = fault or ConfigError("refused by process 0, which says why")
-    if fault is not None:
-        raise fault
+    except Exception as error:
+        own = error
+    errors: dict[int, Any] = {}
+    try:
+        if own is not None:
+            board.put({"exit_code": exit_code_of(own), "line": _line(own)})
+        _barrier(number)
+        if errors := board.values():
+            # Bodies that raised have made fewer calls; a script that goes on needs the same numbers again.
+            _numbers = itertools.count(number + _MOST_CALLS)
+            barrier()  # see all_equal
+    except jax.errors.JaxRuntimeError:  # a process was lost meanwhile
+        if own is None and not errors:
+            raise
+    if own is not None or errors:
+        raise own or _of_peer(min(errors), errors[min(errors)])
+
+
+def _line(error: Exception) -> str:
+    """Returns the first line of an error; with its type and place, unless it is the user's."""
+    first = str(error).partition("\n")[0]
+    if exit_code_of(error) != EXIT_CONFIG:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        first = f"{type(error).__name__}: {first}{place}"
+    return first[:_LINE_CHARS]
+
+
+def _of_peer(process: int, error: Mapping[str, Any]) -> Exception:
+    text, code = f"process {process}: {error['line']}", error["exit_code"]
+    if code == EXIT_CONFIG:
+        return ConfigError(text)
+    return PeerFailed(text, code if code == EXIT_NO_CHECKPOINT else EXIT_PEER_LOST)
 
 
 class Board:

@@ -29,6 +29,7 @@ from jaxdist.storage import untrusted
 _FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same way
 # Exit codes of processes that may have ended, and that did end, because another was lost.
 _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
+_CAUSE_S = 5.0  # after the end of such a process, for the one at fault to say why it ends
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
 _BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
 _WAIT_S = 600.0  # for enough capacity
@@ -124,7 +125,7 @@ class Supervisor:
         Args:
           before: the newest step when they started.
         """
-        deadline, fine = math.inf, {0, EXIT_PREEMPTED}
+        deadline, until, fine = math.inf, math.inf, {0, EXIT_PREEMPTED}
         while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
             if self.stop_requests and self._growing_to:  # who asks from outside gives a time of his own
@@ -134,7 +135,11 @@ class Supervisor:
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
-            if len(codes) == len(workers.processes) or not fine.issuperset(codes.values()):
+            bad = set(codes.values()) - fine
+            if bad and until == math.inf:
+                until = time.monotonic() + _CAUSE_S
+            at_fault = bad - _NOT_AT_FAULT.keys() or bad and EXIT_PREEMPTED in codes.values()
+            if len(codes) == len(workers.processes) or at_fault or time.monotonic() >= until:
                 return
             workers.listen(0.5 if deadline == math.inf else 0.05)
 

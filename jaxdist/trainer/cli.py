@@ -25,6 +25,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import initialize
+from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
@@ -266,3 +267,6 @@ def _code_of_fault(main: Callable[[], int]) -> int:
     except CheckpointError as error:
         _print_error(f"error: {error}")
         return EXIT_NO_CHECKPOINT
+    except PeerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

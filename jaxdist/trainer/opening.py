@@ -32,8 +32,14 @@ def _log(text: str) -> None:
 
 
 def open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog) -> Dataset:
-    """Returns the run's data; raises ConfigError if processes differ in it, or nothing is held out."""
-    dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
+    """Returns the run's data.
+
+    Raises:
+      ConfigError: processes differ in it, or nothing is held out.
+      SourceError: it cannot be read. PeerFailed: by another process.
+    """
+    with coordination.raise_on_all():
+        dataset = inputs.dataset or build.open_data(config, folder, watch.lively(_log))
     consistency.agree(lambda: {"data": dataset.fingerprint})
     if config.train.eval_every:
         dataset.num_validation_batches(config.batch.global_size)

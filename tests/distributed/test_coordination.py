@@ -1,5 +1,6 @@
 """How processes agree: a lone one at once, three through the coordination service."""
 
+import re
 import subprocess
 import sys
 
@@ -39,12 +40,27 @@ except RuntimeError as error:
     facts += [str(error)]
 shared.begin()
 shared.wait(key="second", timeout_ms=20_000)
-try:
-    with coordination.raise_on_all():
-        if me == 0:
-            raise ConfigError("wrong")
-except ConfigError as error:
-    facts += [str(error)]
+class NoCheckpoint(Exception):
+    exit_code = 77
+def raised(errors, *, alone=()):
+    "Returns the kind, exit code and text of what this process gets, and a value that all still agree on."
+    try:
+        with coordination.raise_on_all():
+            if me in alone:
+                coordination.Board("of one process")
+            if me in errors:
+                raise errors[me]
+        got = None
+    except Exception as error:
+        got = type(error).__name__, getattr(error, "exit_code", 1), str(error)
+    return got, coordination.broadcast(me)
+facts += [
+    raised({}),
+    raised({0: ConfigError(["wrong", "also wrong"])}),
+    raised({2: ConfigError("wrong here")}),
+    raised({1: OSError(28, "No space left"), 2: ValueError("later")}, alone=[0, 2]),
+    raised({0: NoCheckpoint("none\\nat all")}),
+]
 print("facts:", facts)
 """
 
@@ -57,12 +73,26 @@ def test_three_processes_agree():
     lines = sorted(line for line in done.stdout.splitlines() if "facts: " in line)
     facts = [eval(line.partition("facts: ")[2]) for line in lines]
     common = ["", "process 1: bad 1", "bad 0", [], {0: 10, 1: 11, 2: 12}]
-    told = "refused by process 0, which says why"
-    assert facts == [
-        [{"me": 0, "x": 0.1}, {0: 0, 1: 1, 2: 2}, *common, "process 1: disk full", "wrong"],
-        [{"me": 0, "x": 0.1}, True, *common, told],
-        [{"me": 0, "x": 0.1}, True, *common, "process 1: disk full", told],
+    fail = "process 1: disk full"
+    assert [found[:-5] for found in facts] == [
+        [{"me": 0, "x": 0.1}, {0: 0, 1: 1, 2: 2}, *common, fail],
+        [{"me": 0, "x": 0.1}, True, *common],
+        [{"me": 0, "x": 0.1}, True, *common, fail],
     ]
+    assert {value for found in facts for _, value in found[-5:]} == {0}
+    none, fault, elsewhere, error, stored = zip(
+        *([got for got, _ in found[-5:]] for found in facts), strict=True
+    )
+    assert none == (None, None, None)
+    told = ("ConfigError", 78, "process 0: wrong")
+    assert fault == (("ConfigError", 78, "wrong\nalso wrong"), told, told)
+    told = ("ConfigError", 78, "process 2: wrong here")
+    assert elsewhere == (told, told, ("ConfigError", 78, "wrong here"))
+    assert error[0][:2] == ("PeerFailed", 70) and error[2] == ("ValueError", 1, "later")
+    line = r"process 1: OSError: \[Errno 28\] No space left \(<string>:\d+\)"
+    assert re.fullmatch(line, error[0][2]) and error[1] == ("OSError", 1, "[Errno 28] No space left")
+    assert stored[0] == ("NoCheckpoint", 77, "none\nat all") and stored[1] == stored[2]
+    assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith("process 0: NoCheckpoint: none (")
 
 
 def test_a_lone_process_agrees_with_itself():

@@ -44,6 +44,40 @@ def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
     assert "finished at step 6" in train(two, devices=1, **alone).stdout
 
 
+FAILS = """
+import os, runpy, sys
+from jaxdist.trainer import build, workdir
+def fail(*_): raise OSError(5, "Input/output error")
+if os.environ["JAXDIST_PROCESS_ID"] == os.environ["FAILING"]:
+    setattr(build if os.environ["WHERE"] == "open_data" else workdir, os.environ["WHERE"], fail)
+runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [
+        (1, "open_checkpoints"),
+        pytest.param(0, "open_checkpoints", marks=pytest.mark.slow),
+        pytest.param(1, "open_data", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_one_process_before_the_first_step_ends_the_others(tmp_path, number, where, monkeypatch):
+    """They waited for it at the next agreement, until the coordination service missed it."""
+    monkeypatch.setenv("FAILING", str(number))
+    monkeypatch.setenv("WHERE", where)
+    train_command = command(tmp_path / "run")
+    train_command[1:3] = ["-c", FAILS]
+    group = start_group(train_command, 2, 1, stderr=subprocess.STDOUT)
+    said = [process.communicate(timeout=60)[0] for process in group]
+    codes = [process.returncode for process in group]
+    assert codes[number] == 1 and "OSError: [Errno 5] Input/output error" in said[number], said
+    told = f"error: process {number}: OSError: [Errno 5] Input/output error (<string>:4)"
+    assert told in said[1 - number] or number == 0 and codes[1] == -signal.SIGABRT, said  # jax's, as above
+    assert codes[1 - number] == 70 or number == 0 and codes[1] == -signal.SIGABRT
+    assert not read_events(tmp_path / "run")
+
+
 @pytest.mark.parametrize("phase", ["start", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
     first, second = start_group(command(tmp_path / "run"), 2, 1, stderr=subprocess.STDOUT)

@@ -119,6 +119,21 @@ kill_me()
     wait_until(lambda: not any(members(int(pid)) for *_, pid in starts(tmp_path)))
 
 
+@pytest.mark.parametrize("code", ["70", "-6"])
+def test_who_is_at_fault_may_say_so_though_another_ends_first(tmp_path, code, capfd):
+    first = "sys.exit(70)" if code == "70" else "os.abort()"
+    text = f"if rank == 0: {first}\ntime.sleep(0.5); sys.exit('why')"
+    ended, said = supervise(tmp_path, text, max_restarts=0)
+    assert ended == 1 and "lost process 1 ended with exit code 1" in said
+    assert "[1] why" in capfd.readouterr().out
+
+
+def test_the_end_of_a_process_that_is_not_at_fault_is_a_loss_where_no_other_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxdist.resilience.supervisor._CAUSE_S", 0.2)
+    code, said = supervise(tmp_path, "sys.exit(70) if rank else time.sleep(100)", max_restarts=0)
+    assert code == 70 and "lost process 1 ended with exit code 70" in said
+
+
 # --- restarts -------------------------------------------------------------------------------------
 
 
