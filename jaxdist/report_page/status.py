@@ -133,16 +133,19 @@ class RunStatus:
             return ("died", "before its first step") if self.lives else ("not started", None)
         name, reason = last["event"], str(last.get("reason"))
         if name == "stop":
-            bad = "error" in last or reason == "nonfinite"
+            bad = without_ledger.is_failure(last)
             return "failed" if bad else "finished" if reason == "finished" else "stopped", reason
         if name == "start":
             return "died", "its process ended without a word"
         return ("preempted", None) if name == "preempted" else ("failed", name)
 
     def _step(self) -> int:
-        rows, lives = self.rows.train[-1:], self.lives[-1:]
-        steps = [row["step"] for row in rows] + [life.step for life in lives if life.first is not None]
-        return steps[-1] if self.lives and self.running and steps else max(steps, default=0)
+        """Returns the updates finished: of the last life, as its ledger or, once it is over, its rows say."""
+        row, life = (self.rows.train or [{}])[-1], self.lives[-1] if self.lives else None
+        if life is None or life.first is None:
+            return row.get("step", 0)
+        is_own = not self.running and (number(row.get("time")) or 0.0) >= life.began
+        return max(life.step, row["step"]) if is_own else life.step
 
     def _last_time(self) -> float | None:
         times = [event["time"] for event in self.events[-1:]]

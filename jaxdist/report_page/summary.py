@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.report_page import cost
+from jaxdist.report_page import cost, without_ledger
 from jaxdist.storage import untrusted
 from jaxdist.telemetry import ledger, metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
@@ -181,7 +181,7 @@ def state(run: RunSummary) -> tuple[str, str]:
     if last is None:
         return "no events", ""
     if last["event"] == "stop":
-        return f"stopped: {last.get('reason')}", "good"
+        return f"stopped: {last.get('reason')}", "bad" if without_ledger.is_failure(last) else "good"
     if last["event"] in ALERTS:
         return f"last event: {last['event']}", "bad"
     return "running, or ended without a stop event", ""

@@ -10,6 +10,11 @@ from jaxdist.telemetry.metrics import Row
 ENDS = ("start", "stop", "preempted", "peer_lost", "hang")  # events; the last of them says how a life went
 
 
+def is_failure(stop: Row) -> bool:
+    """Returns whether an event `stop` is of a run that could not go on."""
+    return "error" in stop or stop.get("reason") == "nonfinite"
+
+
 def account_of_records(rows: Sequence[Row], events: Sequence[Row], *, log_every: int) -> ledger.Account:
     """Returns the account of a run without a ledger, from its rows and events in the order of their files.
 
@@ -45,6 +50,5 @@ def _extensions(events: Sequence[Row]) -> Iterator[float]:
     """Yields when a run began anew that had been done: nobody waited for it."""
     ends = [event for event in events if event["event"] in ENDS]
     for before, event in itertools.pairwise(ends):
-        good = before["event"] == "stop" and "error" not in before and before.get("reason") != "nonfinite"
-        if event["event"] == "start" and good:
+        if event["event"] == "start" and before["event"] == "stop" and not is_failure(before):
             yield event["time"]

@@ -305,3 +305,21 @@ def test_a_chart_of_any_number_is_drawn(tmp_path, value):
     row = {"step": 1, "loss": value, "tokens_per_s": value, "step_time_s": value}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
     assert Page(html.render([summary.read_run(tmp_path)])).count("svg") >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "tone"),
+    [
+        ({"reason": "finished"}, "good"),
+        ({"reason": "good enough"}, "good"),
+        ({"reason": "nonfinite"}, "bad"),
+        ({"reason": "save_failed", "error": "disk full"}, "bad"),
+    ],
+)
+def test_a_run_that_could_not_go_on_is_not_green(tmp_path, fields, tone):
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.event("start", 0)
+        writer.event("stop", 3, **fields)
+    run = summary.read_run(tmp_path)
+    assert summary.state(run) == (f"stopped: {fields['reason']}", tone)
+    assert f'<span class="badge {tone}">stopped: {fields["reason"]}</span>' in html.render([run])

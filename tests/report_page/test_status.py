@@ -187,6 +187,18 @@ def test_a_start_that_has_not_written_yet_is_not_the_life_before(tmp_path):
             assert goes_on["ledger"]["buckets"]["step"] == pytest.approx(100 + now - written)
 
 
+def test_a_killed_run_is_as_far_as_its_last_life(tmp_path):
+    """Steps that an earlier life did behind the checkpoint count no more; rows may be newer than ledgers."""
+    ended = make_run(tmp_path, steps=18, stop="")
+    life = ledger.Life(ended + 50, written=ended + 60, first=8, step=10, buckets={"step": 2.0})
+    (tmp_path / "ledger.json").write_text(json.dumps({"lives": [vars(life)]}))
+    assert metrics.read_last_rows(tmp_path).train[-1]["step"] == 18
+    assert read_status(tmp_path, now=ended + 99).document()["step"] == 10
+    with closing(metrics.MetricsWriter(tmp_path, clock=lambda: ended + 61)) as writer:
+        writer.write(11, {"loss": 1.0, "step_time_s": 1.0})
+    assert read_status(tmp_path, now=ended + 99).document()["step"] == 11
+
+
 def test_the_time_after_a_finished_run_is_no_part_of_one_without_a_ledger(tmp_path):
     ended = make_run(tmp_path, steps=12, total=12)
     again = make_run(tmp_path, steps=20, first=12, begin=ended + 5000)
