@@ -12,22 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
+import math
 import os
+import re
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from jaxdist.storage import untrusted
 
 ADDRESS = "JAXDIST_METADATA_AT"  # variable: where the metadata server is, if not at the usual place
 _USUAL = "http://169.254.169.254"  # of all three
 _ASK_S, _ANSWER_S = 2.0, 2.0  # between two questions; that one may take
 _MOST_BYTES = 1 << 20  # of an answer
 _TOKEN_S = 21_600  # that a token of EC2 may be used
+_TELL_S = 3_600.0  # after a fault was told of, and an answer
+_TOKEN = re.compile("[!-~]{1,4096}")  # what can stand in a header
+_NAME = re.compile(r"[\w.-]{1,256}")  # of a machine of Azure
 
 Cloud = Literal["aws", "gcp", "azure"]
 
@@ -40,23 +47,31 @@ class ResilienceConfig:
     preemption_notice: Literal["none", "auto", "aws", "gcp", "azure"] = "none"
 
 
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    """Makes an error of what points elsewhere: a metadata server does not, and a token goes nowhere else."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
 class _Server:
     """The metadata server of this machine; proxies of the environment are not asked."""
 
     def __init__(self, address: str):
         self.address = address.rstrip("/")
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        proxies = urllib.request.ProxyHandler({})
+        self._open = urllib.request.build_opener(proxies, _NoRedirection).open
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
         """Returns the answer; None for 404, which says that there is nothing.
 
         Raises:
-          OSError: there is no answer, or another error.
+          OSError: there is no answer, or another error; it is too long, or takes too long.
         """
         request = urllib.request.Request(self.address + path, headers=dict(headers), method=method)
         try:
             with self._open(request, timeout=_ANSWER_S) as answer:
-                return answer.read(_MOST_BYTES).decode(errors="replace")
+                return self._read(answer).decode(errors="replace")
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:
@@ -64,6 +79,16 @@ class _Server:
             raise
         except http.client.HTTPException as error:
             raise OSError(f"no HTTP: {error}") from error
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        body, until = b"", time.monotonic() + _ANSWER_S  # that of the connection is for each part alone
+        while part := answer.read1(_MOST_BYTES):
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise OSError(f"an answer of more than {_MOST_BYTES:,} bytes")
+            if time.monotonic() > until:
+                raise TimeoutError("the answer does not end")
+        return body
 
 
 class _Aws:
@@ -73,19 +98,30 @@ class _Aws:
         self._server, self._token = server, ""
 
     def notice(self) -> str | None:
-        if not self._token:
-            lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-            self._token = self._server.ask("/latest/api/token", lasts, "PUT") or ""
-        proof = {"X-aws-ec2-metadata-token": self._token}
+        has_token = bool(self._token)
         try:
-            said = self._server.ask("/latest/meta-data/spot/instance-action", proof)
-        except urllib.error.HTTPError:
-            self._token = ""  # it has run out
-            raise
+            said = self._action()
+        except urllib.error.HTTPError as error:
+            self._token = ""
+            if error.code != 401 or not has_token:
+                raise
+            said = self._action()  # the token had run out
         if said is None:
             return None
-        action = _object(said)
-        return f"{action.get('action', 'terminate')} at {action.get('time', 'an unknown time')}"
+        action = untrusted.parse_json(said, dict)
+        what = untrusted.of_kind(action.get("action"), str, "action")
+        return f"{what} at {action.get('time', 'an unknown time')}"
+
+    def _action(self) -> str | None:
+        if not self._token:
+            lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+            token = self._server.ask("/latest/api/token", lasts, "PUT")
+            if token is not None and not _TOKEN.fullmatch(token := token.strip()):
+                raise OSError(f"no token: {token[:80]!r}")
+            self._token = token or ""
+        # Without one where the server has no second version.
+        proof = {"X-aws-ec2-metadata-token": self._token} if self._token else {}
+        return self._server.ask("/latest/meta-data/spot/instance-action", proof)
 
 
 class _Gcp:
@@ -114,28 +150,23 @@ class _Azure:
         true = {"Metadata": "true"}
         if not self._name:  # events are told to all machines of a set
             text = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = (self._server.ask(text, true) or "").strip()
+            name = (self._server.ask(text, true) or "").strip()
+            if not _NAME.fullmatch(name):
+                raise OSError(f"no name of this machine, which events are for: {name[:80]!r}")
+            self._name = name.casefold()
         said = self._server.ask("/metadata/scheduledevents?api-version=2020-07-01", true)
-        events = _object(said or "{}").get("Events")
-        for event in events if isinstance(events, list) else []:
-            kind, meant = event.get("EventType"), event.get("Resources") or []
-            if kind in self._ENDS and (not self._name or not meant or self._name in meant):
-                return f"{kind} not before {event.get('NotBefore') or 'now'}"
+        events = untrusted.parse_json(said or "{}", dict).get("Events", [])
+        for event in untrusted.of_kind(events, list, "Events"):
+            if isinstance(event, dict) and event.get("EventType") in self._ENDS and self._is_meant(event):
+                return f"{event['EventType']} not before {event.get('NotBefore') or 'now'}"
         return None
+
+    def _is_meant(self, event: Mapping[str, Any]) -> bool:
+        meant = event.get("Resources") or []
+        return isinstance(meant, list) and (not meant or self._name in {str(x).casefold() for x in meant})
 
 
 _CLOUDS: Mapping[str, Callable[[_Server], _Aws | _Gcp | _Azure]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
-
-
-def _object(text: str) -> dict:
-    """Returns a JSON object; raises OSError if it is none."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise OSError(f"no JSON: {text[:80]!r}") from error
-    if not isinstance(value, dict):
-        raise OSError(f"no JSON object: {text[:80]!r}")
-    return value
 
 
 def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
@@ -166,7 +197,8 @@ def heard(
 ) -> Iterator[None]:
     """Listens while entered; at a notice calls `stop` once, from a thread, with what was said.
 
-    Each process asks for its own machine. A server that does not answer is asked again, and told of once.
+    Each process asks for its own machine. A server that does not answer is asked again, and told of once; if
+    it has answered since, again an hour later.
     """
     chosen = config.preemption_notice
     cloud = detect_cloud() if chosen == "auto" else chosen
@@ -192,13 +224,15 @@ def _listen(
     say: Callable[[str], None],
     over: threading.Event,
 ) -> None:
-    told = False
+    tell_at = 0.0  # monotonic seconds; from then on the next fault is told of
     while not over.is_set():
         try:
             if (notice := source.notice()) and not over.is_set():  # an answer may come after the run
-                return stop(f"notice of {name}: {notice[:200]}")
-        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: of another shape
-            if not told:
-                say(f"resilience.preemption_notice: no answer from {name}: {error}; it is asked again")
-            told = True
+                return stop(untrusted.printable(f"notice of {name}: {notice[:200]}"))
+            tell_at = min(tell_at, time.monotonic() + _TELL_S)
+        except Exception as error:  # what a server may send has no end
+            if time.monotonic() >= tell_at:
+                text = untrusted.printable(str(error))[:300]
+                say(f"resilience.preemption_notice: no answer from {name}: {text}; it is asked again")
+                tell_at = math.inf
         over.wait(_ASK_S)

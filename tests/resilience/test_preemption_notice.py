@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -37,7 +38,7 @@ class MetadataServer:
             EVENTS: {"DocumentIncarnation": 1, "Events": []},
         }
         self.asked: list[str] = []
-        self.token = "token-1"
+        self.token, self.refuses_put = "token-1", 0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,6 +47,8 @@ class MetadataServer:
                 outer.asked.append(path)
                 code = outer.refusal(path, self.headers)
                 answer = outer.answers.get(path)
+                if callable(answer):
+                    return answer(self)
                 code = code or (404 if answer is None else 200)
                 text = answer if isinstance(answer, str) else json.dumps(answer)
                 self.reply(code, text if code == 200 else "")
@@ -53,6 +56,10 @@ class MetadataServer:
             def do_PUT(self):
                 outer.asked.append(self.path)
                 lasts = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+                if callable(answer := outer.answers.get(self.path)):
+                    return answer(self)
+                if outer.refuses_put:
+                    return self.reply(outer.refuses_put, "")
                 self.reply(200 if self.path == TOKEN and lasts else 403, outer.token)
 
             def reply(self, code, text):
@@ -164,6 +171,167 @@ def test_an_answer_of_another_shape_is_no_notice_and_told_of_at_most_once(cloud,
         assert notices == [] and len(said) <= 1
         cloud.answers[EVENTS] = event("Reboot")  # of no machine in particular
         wait_for(lambda: notices)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path", "answer"),
+    [
+        ("aws", TOKEN, "t"),
+        ("aws", ACTION, ON_EC2),
+        ("gcp", PREEMPTED, "TRUE"),
+        ("azure", EVENTS, event("Preempt")),
+    ],
+)
+def test_a_redirection_is_followed_nowhere(cloud, chosen, path, answer):
+    """Who can redirect would otherwise get the token, or stop the run."""
+    elsewhere = MetadataServer()
+    elsewhere.answers[path], elsewhere.refusal = answer, lambda path, headers: 0
+
+    def redirect(handler):
+        handler.send_response(302)
+        handler.send_header("Location", elsewhere.address + path)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    cloud.answers[path] = redirect
+    with listening(chosen, cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(path) >= 3)
+        assert notices == [] and elsewhere.asked == [] and "302" in said[0]
+    elsewhere.server.shutdown()
+
+
+def test_no_proxy_of_the_environment_is_asked(cloud, monkeypatch):
+    proxy = MetadataServer()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy.address)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert urllib.request.getproxies()["http"] == proxy.address
+    with listening("aws", cloud.address) as (notices, said):
+        cloud.answers[ACTION] = ON_EC2
+        wait_for(lambda: notices)
+    assert said == proxy.asked == []
+    proxy.server.shutdown()
+
+
+@pytest.mark.parametrize("token", ["<html>\n<body>no metadata here", "two words", "", "x" * 100_000])
+def test_what_is_no_token_is_not_kept(cloud, token):
+    cloud.token = token
+    with listening("aws", cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(TOKEN) >= 3)
+        assert notices == [] and len(said) == 1
+        cloud.token, cloud.answers[ACTION] = "token-2", ON_EC2
+        wait_for(lambda: notices)
+
+
+def test_a_token_that_has_run_out_is_renewed_without_a_word(cloud):
+    with listening("aws", cloud.address) as (_, said):
+        wait_for(lambda: ACTION in cloud.asked)
+        cloud.token = "token-2"
+        wait_for(lambda: cloud.asked.count(TOKEN) == 2)
+        asked = len(cloud.asked)
+        wait_for(lambda: len(cloud.asked) >= asked + 3)
+    assert said == [] and cloud.asked.count(TOKEN) == 2
+
+
+def test_a_server_of_the_first_version_is_asked_without_a_token(cloud):
+    cloud.refuses_put, proofs = 404, []
+
+    def refusal(path, headers):
+        proofs.append(headers.get("X-aws-ec2-metadata-token"))
+        return 0
+
+    cloud.refusal, cloud.answers[ACTION] = refusal, ON_EC2
+    with listening("aws", cloud.address) as (notices, _):
+        wait_for(lambda: notices)
+    assert proofs == [None]
+
+
+@pytest.mark.parametrize(
+    "answer", ["{}", '{"error": "none"}', '{"action": 7}', "null", "[" * 200_000, "\x00"]
+)
+def test_json_without_an_action_stops_no_run_on_ec2(cloud, answer):
+    cloud.answers[ACTION] = answer
+    with listening("aws", cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(ACTION) >= 3)
+        assert notices == [] and len(said) == 1
+        cloud.answers[ACTION] = ON_EC2
+        wait_for(lambda: notices)
+
+
+def test_machines_of_azure_are_told_apart_by_their_whole_name(cloud):
+    text = {"EventType": "Preempt", "Resources": "vm-70,vm-7"}  # no list
+    for answer in ({"Events": [text]}, event("Preempt", "vm-70"), event("Preempt", "VM-8")):
+        cloud.answers[EVENTS] = answer
+        with listening("azure", cloud.address) as (notices, _):
+            asked = cloud.asked.count(EVENTS)
+            wait_for(lambda asked=asked: cloud.asked.count(EVENTS) >= asked + 3)
+            assert notices == []
+    cloud.answers[EVENTS] = {"Events": [3, None, text, *event("Preempt", "VM-7")["Events"]]}
+    with listening("azure", cloud.address) as (notices, _):  # upper and lower case are one to Azure
+        wait_for(lambda: notices)
+
+
+@pytest.mark.parametrize("name", [None, "", "<html>an error</html>", "a b"])
+def test_without_its_name_a_machine_of_azure_takes_no_other_s_event(cloud, name):
+    cloud.answers |= {NAME: name, EVENTS: event("Preempt", "vm-8")}
+    with listening("azure", cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(NAME) >= 3)
+        assert notices == [] and len(said) == 1 and "name" in said[0]
+        cloud.answers |= {NAME: "vm-7", EVENTS: event("Preempt", "vm-7")}
+        wait_for(lambda: notices)
+
+
+def drip(handler):
+    """Sends a byte a moment, for as long as anybody listens."""
+    handler.send_response(200)
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        for _ in range(2_000):
+            handler.wfile.write(b"F")
+            time.sleep(0.01)
+
+
+def flood(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        for _ in range(64):
+            handler.wfile.write(b" " * (1 << 20))
+
+
+def garble(handler):
+    handler.wfile.write(b"\xff\xfe no HTTP \x1b[2J\r\n\r\n")
+
+
+def fail(handler):
+    handler.send_response(500, "no\x1b[2J")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize("answer", [drip, flood, garble, fail])
+def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(cloud, monkeypatch, answer):
+    monkeypatch.setattr(preemption_notice, "_ANSWER_S", 0.3)
+    cloud.answers[PREEMPTED] = answer
+    with listening("gcp", cloud.address) as (notices, said):
+        wait_for(lambda: cloud.asked.count(PREEMPTED) >= 2)
+        assert notices == [] and len(said) == 1 and "\x1b" not in said[0]
+        cloud.answers[PREEMPTED] = "TRUE"
+        wait_for(lambda: notices)
+
+
+def test_a_server_that_has_answered_and_is_gone_is_told_of_again(cloud, monkeypatch):
+    monkeypatch.setattr(preemption_notice, "_TELL_S", 0.0)
+    with listening("gcp", cloud.address) as (_, said):
+        for times in (1, 2):
+            asked = cloud.asked.count(MAINTENANCE)
+            wait_for(lambda asked=asked: cloud.asked.count(MAINTENANCE) >= asked + 2)
+            cloud.answers[PREEMPTED] = fail
+            wait_for(lambda times=times: len(said) >= times)
+            asked = cloud.asked.count(PREEMPTED)
+            wait_for(lambda asked=asked: cloud.asked.count(PREEMPTED) >= asked + 3)
+            assert len(said) == times
+            cloud.answers[PREEMPTED] = "FALSE"
 
 
 def test_a_server_that_is_not_there_is_told_of_once(monkeypatch):
