@@ -36,12 +36,15 @@ from jaxdist.distributed import coordination
 from jaxdist.parallel.axes import AXES
 from jaxdist.planner import calibration, targets
 from jaxdist.planner.calibration import Calibration
+from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
+from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import build, cli, validation
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured, take_turns, warm
 
 MODES = ("weak", "strong")
+_ROOM = CompileOptions(memory_bytes=24 * GIB, timeout_s=1200)  # of a plan's compiler
 _CALIBRATE = "python benchmarks/collectives.py --config NAME --devices COUNT --out FILE"
 _STEP_ALONE = "the step alone, on one resident synthetic batch: no data is waited for"
 
@@ -201,7 +204,7 @@ def _prediction(point: Point, files: Sequence[Calibration], flags: argparse.Name
         if jax.process_count() > 1:
             return "it is not known which processes share a machine"
     try:
-        plan = make_plan(point.run, target, calibration=_merged(measured))
+        plan = make_plan(point.run, target, options=_ROOM, calibration=_merged(measured))
     except (ConfigError, MissingExtra) as error:
         return str(error)
     if not plan.compiled or (plan.time.step_s is None and target.chip):
