@@ -104,6 +104,11 @@ def rows_of(
     return rows
 
 
+def _median_s(one: Measured) -> float:
+    """Returns the seconds of a step."""
+    return measuring.quartiles([t.wall_s / one.steps for t in one.times])["median"]
+
+
 def _described(point: Point) -> dict[str, Any]:
     shape = resolve_mesh(point.run.mesh, point.count, slices_of(point.run.mesh, point.devices))
     size = point.run.batch.global_size
@@ -134,10 +139,7 @@ def _measured(
     walls = [t.wall_s / one.steps for t in one.times]
     base_walls = [t.wall_s / smallest.steps for t in smallest.times]
     step_s, work = measuring.quartiles(walls), measuring.quartiles(processor[point.key])
-    rate, base_rate = (
-        p.tokens / measuring.quartiles(times)["median"] / p.count
-        for p, times in ((point, walls), (base, base_walls))
-    )
+    rate, base_rate = (p.tokens / _median_s(found[p.key]) / p.count for p in (point, base))
     more = point.tokens / point.count / (base.tokens / base.count)
     by_rounds = [more * b / a for a, b in zip(walls, base_walls, strict=True)]
     emulated = None
@@ -170,32 +172,33 @@ def _compared(
     expected: Mapping[Key, Sequence | str],
 ) -> dict[str, Any]:
     """Returns what `plan` says of a point, and the prediction beside its row; why there is none, else."""
-    smallest = found[base.key]
-    took = measuring.quartiles([t.wall_s / smallest.steps for t in smallest.times])["median"]
-    none = {"planned": None, "predicted": None}
-    for why in (expected[point.key], expected[base.key]):
-        if isinstance(why, str):
-            return none | {"not_predicted": why}
-    own, least = Expected(*expected[point.key]), Expected(*expected[base.key])
+    none: dict[str, Any] = {"planned": None, "predicted": None}
+    said, base_said = expected[point.key], expected[base.key]
+    if isinstance(said, str):
+        return none | {"not_predicted": said}
+    own, least = Expected(*said), None if isinstance(base_said, str) else Expected(*base_said)
     planned = {"planned": own._asdict()}
-    step_s, base_s = own.step_s, least.step_s
-    if step_s is None or base_s is None:
+    step_s, base_s = own.step_s, least.step_s if least else None
+    if step_s is None:
+        base_s = _median_s(found[base.key])
+        why = base_said if isinstance(base_said, str) else ""
         if point.key == base.key:
             why = "its compute is what the larger counts are predicted from"
+        elif least and not least.program_flops:
+            why = "the compiled program cannot be read"
+        if why or least is None:
             return none | planned | {"not_predicted": why}
-        if not least.program_flops:
-            return none | planned | {"not_predicted": "the compiled program cannot be read"}
-        more = own.program_flops / least.program_flops
-        step_s, base_s = max(took - least.exposed_communication_s, 0.0) * more, took
-        step_s += own.exposed_communication_s
-    rate, base_rate = point.tokens / step_s / point.count, base.tokens / base_s / base.count
+        compute = max(base_s - least.exposed_communication_s, 0.0)
+        step_s = compute * own.program_flops / least.program_flops + own.exposed_communication_s
+    rate = point.tokens / step_s / point.count
+    efficiency = rate / (base.tokens / base_s / base.count) if base_s else None
     predicted = {
         "step_s": step_s,
         "tokens_per_s_per_device": rate,
-        "efficiency": rate / base_rate,
-        "wall_efficiency": rate * point.count / (base_rate * base.count) if row["emulated"] else None,
+        "efficiency": efficiency,
+        "wall_efficiency": efficiency and efficiency * point.count / base.count if row["emulated"] else None,
         "measured_over_predicted": row["step_s"]["median"] / step_s,
-        "efficiency_over_predicted": row["efficiency"] / (rate / base_rate),
+        "efficiency_over_predicted": efficiency and row["efficiency"] / efficiency,
     }
     return planned | {"predicted": predicted, "not_predicted": None}
 
@@ -207,7 +210,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if fitting:
             least, most = fitting[0]["devices"], fitting[-1]
             told = most["predicted"]
-            said = f", predicted {told['efficiency']:.1%}" if told else ""
+            said = f", predicted {_share(told['efficiency'])}" if told else ""
             kind = ", emulated" if most["emulated"] else ""
             yield f"{mode} {least} to {most['devices']}: efficiency {most['efficiency']:.1%}{said}{kind}"
 
@@ -231,6 +234,10 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _emulated_lines(rows)
 
 
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
+
+
 def _cells(row: Mapping[str, Any]) -> str:
     """Returns what was measured and predicted of a row; why it was not, else."""
     if not row["fits"]:
@@ -243,7 +250,7 @@ def _cells(row: Mapping[str, Any]) -> str:
     if not told:
         return measured
     return (
-        f"{measured} {1e3 * told['step_s']:8.1f} {told['efficiency']:11.1%} "
+        f"{measured} {1e3 * told['step_s']:8.1f} {_share(told['efficiency']):>11} "
         f"{1e3 * planned['exposed_communication_s']:11.2f} {planned['bubble_share']:7.1%} "
         f"{told['measured_over_predicted'] - 1:+7.0%}"
     )
@@ -256,7 +263,7 @@ def _emulated_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in shared:
         wall, work = row["emulated"]["wall_efficiency"], row["emulated"]["processor_efficiency"]
         spent, told = 1e3 * row["processor_s"]["median"], row["predicted"]
-        said = f" (predicted {told['wall_efficiency']:.1%})" if told else ""
+        said = f" (predicted {_share(told['wall_efficiency'])})" if told else ""
         yield (
             f"emulated: {row['mode']:7}{row['devices']:3d}: {wall:.1%} by wall time{said}, "
             f"{work:.1%} by processor time, {spent:.1f} ms a step"

@@ -11,8 +11,10 @@ import pytest
 from jaxdist import plan
 from jaxdist.config import ConfigError
 from jaxdist.planner.formulas import KINDS
+from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.trainer import cli
 from support.paths import ROOT
+from support.stored_programs import planned
 
 SMALL = "model.num_layers=1 model.d_model=32 model.d_ff=32 model.num_heads=1 model.num_kv_heads=1"
 SMALL += " model.head_dim=32 model.vocab_size=512 batch.sequence_length=32 optimizer.name=adamw"
@@ -189,3 +191,18 @@ def test_where_plan_knows_the_compute_its_own_seconds_are_the_prediction(scaling
     assert told["efficiency_over_predicted"] == pytest.approx(0.8 / 0.9)
     names = ("exposed_communication_s", "hidden_communication_s", "bubble_s", "bubble_share")
     assert [most["planned"][name] for name in names] == [0.25, 0.5, 0.125, 0.1]
+    expected[points[0].key] = "these devices are no slice"
+    least, most = rows.rows_of(points, found, {}, expected)
+    assert (least["predicted"], least["not_predicted"]) == (None, "these devices are no slice")
+    assert most["predicted"]["efficiency"] is None and most["predicted"]["step_s"] == 1.0
+    assert "unknown" in "\n".join(rows.lines([least, most]))
+
+
+@pytest.mark.parametrize("name", ["v5p_tensor4", "h100_4x8"])
+def test_a_prediction_has_the_parts_of_the_plans_waterfall(scaling, name):
+    found = planned(name)
+    told, time = importlib.import_module("scaling_rows").expected_of(found), found.time
+    assert 0 < told.exposed_communication_s == pytest.approx(time.waterfall["exposed communication"])
+    assert 0 < told.hidden_communication_s == pytest.approx(time.hidden_s)
+    assert (told.step_s, told.bubble_s) == (time.step_s, time.waterfall["bubble"])
+    assert told.program_flops == found.target.num_devices * hlo_flops(found.compiled.hlo) > 0

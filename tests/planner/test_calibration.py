@@ -2,22 +2,20 @@
 
 import json
 import math
-from dataclasses import replace
 
 import jax
 import pytest
 
 from jaxdist import plan
-from jaxdist.config import ConfigError, files
+from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.planner import calibration, communication, show, targets
-from jaxdist.planner import plan as plan_module
-from jaxdist.planner.compiler import Compiled
 from jaxdist.planner.formulas import KINDS, wire_bytes
+from jaxdist.planner.plan import Plan
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import cli, run_config
-from support.paths import CONFIGS, HLO, ROOT
-from support.stored_programs import CASES
+from jaxdist.trainer import cli
+from support.paths import ROOT
+from support.stored_programs import CASES, planned
 
 SMALL = "model.num_layers=1 model.d_model=32 model.d_ff=32 model.num_heads=1 model.num_kv_heads=1"
 SMALL += " model.head_dim=32 model.vocab_size=512 batch.sequence_length=32 batch.global_size=4 mesh.data=1"
@@ -145,20 +143,6 @@ def test_a_chain_holds_one_collective_of_its_kind_and_payload(kind, monkeypatch)
             assert (found.axis, found.group_size) == (axis, n)
 
 
-def planned(name: str, measured: calibration.Calibration | None = None) -> plan_module.Plan:
-    """Returns the plan of a stored program, as if a run on its target had compiled to it."""
-    text, shape = CASES[name]
-    target, run = targets.parse(text), run_config.from_config(files.load("dense_16b:tiny", folders=[CONFIGS]))
-    config, batch = MeshConfig(**{"data": 1} | dict(shape.sizes)), replace(run.batch, global_size=64)
-    run = replace(run, mesh=config, batch=batch, precision=replace(run.precision, compute="bfloat16"))
-    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0)
-    ids = tuple(target.arrange(shape).ravel().tolist())
-    program = (HLO / f"{name}.txt").read_text()
-    compiled = Compiled(**sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=program, mesh_ids=ids)
-    by_arithmetic = plan_module.plan_by_arithmetic(run, target)
-    return plan_module._with_compiled(replace(by_arithmetic, calibration=measured), compiled)
-
-
 @pytest.mark.parametrize("name", ["v5p_tensor4", "h100_4x8"])
 def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
     """On a TPU and on a GPU, of whose compute a plan knows: sums by hand, and what their windows hold."""
@@ -167,7 +151,7 @@ def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
     assert any(behind) and before.time.waterfall["exposed communication"] > 0
     groups = dict.fromkeys((o.kind, o.axis, o.group_size, o.link.name) for o in before.collectives)
 
-    def measured(line) -> plan_module.Plan:
+    def measured(line) -> Plan:
         """Returns the plan with each group's (alpha, rate) by its place."""
         lines = [(group, *line(i)) for i, group in enumerate(groups)]
         entries = [
@@ -177,7 +161,7 @@ def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
         file = written(tmp_path, entries, CASES[name][0])
         return planned(name, calibration.load(file, targets.parse(CASES[name][0])))
 
-    def parts(found: plan_module.Plan) -> tuple[float, float]:
+    def parts(found: Plan) -> tuple[float, float]:
         """Returns the seconds in the open, and all of those behind compute."""
         seconds = [one.step_s for one in found.collectives]
         together = sum(s for s, hides in zip(seconds, behind, strict=True) if hides)

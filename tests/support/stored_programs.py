@@ -1,10 +1,17 @@
 """The programs in tests/hlo: what each was compiled for, and its collectives."""
 
+from dataclasses import replace
+
+from jaxdist.config import files
 from jaxdist.parallel.axes import AXES
-from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import communication, targets
+from jaxdist.parallel.mesh import MeshConfig, MeshShape
+from jaxdist.planner import communication, plan, targets
+from jaxdist.planner.calibration import Calibration
+from jaxdist.planner.compiler import Compiled
+from jaxdist.planner.plan import Plan
 from jaxdist.telemetry import hlo
-from support.paths import HLO
+from jaxdist.trainer import run_config
+from support.paths import CONFIGS, HLO
 
 
 def mesh_shape(dcn=None, **sizes):
@@ -30,3 +37,17 @@ def read(name):
     found = communication.collectives(module, shape, target, ids)
     assert found
     return {one.name: one for one in found}
+
+
+def planned(name: str, measured: Calibration | None = None) -> Plan:
+    """Returns the plan of a stored program, as if a run on its target had compiled to it."""
+    text, shape = CASES[name]
+    target, run = targets.parse(text), run_config.from_config(files.load("dense_16b:tiny", folders=[CONFIGS]))
+    config, batch = MeshConfig(**{"data": 1} | dict(shape.sizes)), replace(run.batch, global_size=64)
+    run = replace(run, mesh=config, batch=batch, precision=replace(run.precision, compute="bfloat16"))
+    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0)
+    ids = tuple(target.arrange(shape).ravel().tolist())
+    program = (HLO / f"{name}.txt").read_text()
+    compiled = Compiled(**sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=program, mesh_ids=ids)
+    by_arithmetic = plan.plan_by_arithmetic(run, target)
+    return plan._with_compiled(replace(by_arithmetic, calibration=measured), compiled)
