@@ -193,6 +193,9 @@ class Ledger:
     def published(self, folder: Path) -> Iterator[None]:
         """Writes the life to the workdir's ledger, beside those before, from a thread until the body ends."""
         self._file, self._before = folder / LEDGER_FILE, read_lives(folder)
+        if not self._before:  # what is there and cannot be read may be months: it is not overwritten
+            with contextlib.suppress(OSError):
+                os.replace(self._file, f"{self._file}.unreadable")
         thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
         thread.start()
         try:

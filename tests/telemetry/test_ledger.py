@@ -286,6 +286,18 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
     assert found.buckets == {"down": 60.0, "lost": 0.0, "step": 30.0}
 
 
+@pytest.mark.parametrize("text", ["{", '{"lives": [{"began": 1}]}'])
+def test_a_ledger_that_cannot_be_read_is_put_aside_not_overwritten(tmp_path, text):
+    (file := tmp_path / ledger.LEDGER_FILE).write_text(text)
+    with (book := Ledger()).published(tmp_path):
+        book.enter("data", 0)
+    assert len(ledger.read_lives(tmp_path)) == 1
+    assert (aside := tmp_path / f"{file.name}.unreadable").read_text() == text
+    with Ledger().published(tmp_path):
+        pass
+    assert len(ledger.read_lives(tmp_path)) == 2 and aside.read_text() == text
+
+
 def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
     lives = [life(0, 100, began=0.0, step=100.0), life(100, 200, began=100.0, step=100.0)]
     lives += [life(None, 0, began=200.0, start=1.0), life(150, 160, began=201.0, step=10.0)]
