@@ -93,6 +93,7 @@ def test_a_sound_machine_says_nothing(tmp_path, gpus, cards, environ):
 def test_a_sound_machine_of_aws_says_nothing(tmp_path):
     add_efa(machine(tmp_path))
     assert checks(tmp_path, SLURM | add_plugin(tmp_path)) == {}
+    assert checks(tmp_path, SLURM | add_plugin(tmp_path) | {"NCCL_IB_DISABLE": "1"}) == {}  # is not for EFA
 
 
 def test_without_gpus_only_limits_and_clock_are_looked_at(tmp_path):
@@ -329,10 +330,14 @@ def test_a_clock_that_nothing_keeps(tmp_path, clock, said):
 
 def test_a_name_that_is_loopback_matters_to_one_of_several_without_gpus(tmp_path):
     machine(tmp_path, gpus=0)
-    write(tmp_path, {"etc/hosts": "127.0.0.1 localhost # gpu02\n127.0.1.1\tgpu02.local gpu02\n"})
+    hosts = {"etc/hosts": "127.0.0.1 localhost # gpu02\n127.0.1.1\tgpu02.local gpu02\n"}
+    write(tmp_path, hosts)
     assert checks(tmp_path) == {}
     assert "gpu02, this machine, is 127.0.1.1" in checks(tmp_path, SLURM)["hostname-loopback"]
-    assert "hostname-loopback" not in checks(machine(tmp_path / "gpus"), SLURM)
+    write(machine(tmp_path / "gpus"), hosts)  # NCCL goes by interfaces
+    assert "hostname-loopback" not in checks(tmp_path / "gpus", SLURM)
+    tpus = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
+    assert checks(tmp_path, tpus) == {}
 
 
 def test_agents_that_meet_at_loopback(tmp_path):
@@ -359,6 +364,8 @@ PROXY = "http://proxy.example:3128"
         ({"http_proxy": PROXY, "no_proxy": "localhost, 127.0.0.1"}, False),
         ({"http_proxy": PROXY, "no_proxy": "127.0.0.0/8"}, False),
         ({"http_proxy": PROXY, "no_proxy": "0.0.1"}, False),
+        ({"http_proxy": PROXY, "no_proxy": "7.0.0.1"}, False),
+        ({"http_proxy": PROXY, "no_proxy": "10.0.0.0/8"}, True),
         ({"http_proxy": PROXY, "no_proxy": "*"}, True),
         ({"http_proxy": PROXY, "NO_PROXY": "127.0.0.1"}, True),
         ({"http_proxy": PROXY, "no_grpc_proxy": "127.0.0.1", "no_proxy": "x"}, False),
