@@ -125,13 +125,14 @@ class Supervisor:
         Args:
           before: the newest step when they started.
         """
-        deadline, until, fine = math.inf, math.inf, {0, EXIT_PREEMPTED}
+        size, fine = len(workers.processes), {0, EXIT_PREEMPTED}
+        deadline = until = math.inf
         while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
             if self.stop_requests and self._growing_to:  # who asks from outside gives a time of his own
                 self._growing_to, deadline = 0, math.inf
             asked = self.stop_requests or EXIT_PREEMPTED in codes.values()
-            if deadline == math.inf and (asked or self._should_grow(len(workers.processes), before)):
+            if deadline == math.inf and (asked or not codes and self._should_grow(size, before)):
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
@@ -139,7 +140,7 @@ class Supervisor:
             if bad and until == math.inf:
                 until = time.monotonic() + _CAUSE_S
             at_fault = bad - _NOT_AT_FAULT.keys() or bad and EXIT_PREEMPTED in codes.values()
-            if len(codes) == len(workers.processes) or at_fault or time.monotonic() >= until:
+            if len(codes) == size or at_fault or time.monotonic() >= until:
                 return
             workers.listen(0.5 if deadline == math.inf else 0.05)
 

@@ -253,6 +253,26 @@ def test_a_shrunk_group_grows_back_while_it_runs(tmp_path):
     assert not leftovers(workdir)
 
 
+@pytest.mark.slow
+def test_a_stop_during_a_growth_saves_and_ends_with_75(tmp_path):
+    workdir, capacity = tmp_path / "run", tmp_path / "capacity"
+    capacity.write_text("1")
+    flags = ["--processes", "2", "--min-processes", "1", "--capacity-file", str(capacity)]
+    paced, long = {"FAULTY_PACE_S": "1"}, FOUR | {"train__steps": 100}
+    with launched(workdir, *flags, "--grow-minutes", "0.01", recorded=paced, **long) as agent:
+        wait_for_step(agent, workdir, 2)
+        capacity.write_text("2")
+        while "are asked to save" not in output(workdir):
+            assert agent.poll() is None
+            time.sleep(0.01)
+        signal_agent(agent, workdir)
+        finish(agent, workdir, 75)
+    assert [begun["processes"] for begun in events(workdir, "start")] == [1]
+    (stopped,) = events(workdir, "preempted")
+    assert list_steps(workdir / "checkpoints")[-1] == stopped["step"] == last_step(workdir) >= 2
+    assert not events(workdir, "grow") and not leftovers(workdir)
+
+
 def signal_agent(agent: subprocess.Popen, _: Path) -> None:
     agent.send_signal(signal.SIGTERM)
 
