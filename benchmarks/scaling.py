@@ -122,6 +122,8 @@ def settled(
     for one in files if points else ():
         if not any(isinstance(target, targets.Target) and one.serves(target) for target in served):
             faults.append(f"--calibration {one.file}: measured on {one.hardware}, which no count here is")
+    if flags.network and served and isinstance(why := served[-1], str):
+        faults.append(f"--network={flags.network}: {why}")
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     return points
@@ -137,8 +139,8 @@ def _counts(run: RunConfig, axis: str, flags: argparse.Namespace, faults: list[s
     sizes, before = " x ".join(f"{name} {size}" for name, size in fixed.items()), len(faults)
     if least % others or others & (others - 1):
         faults.append(
-            f"--axis={axis}: {sizes} take {others} devices, and counts are powers of two from {least}: give "
-            f"the other axes sizes whose product divides it"
+            f"--axis={axis}: the other axes ({sizes}) take {others} devices, and counts are powers of two "
+            f"from {least}: give them sizes whose product divides it"
         )
     if least % whole or whole & (whole - 1):
         faults.append(

@@ -116,13 +116,14 @@ def test_what_cannot_be_scaled_is_refused_before_anything_is_built(scaling, home
             "--calibration none.json", "--devices=6: must be a power of two",
             "--axis=rows: must be an axis of the mesh: pipeline, data", "--rounds=0: must be at least 1",
         ],
-        f"--rounds=0 --config.batch.global_size=4 --calibration={other}": [
+        f"--rounds=0 --network=25GB/s --config.batch.global_size=4 --calibration={other}": [
+            "--network=25GB/s: --on=cpu:8@25GB/s: must be",
             "--rounds=0", "strong on 8 devices: batch.global_size=4 is not divisible",
             "measured on cpu:16, which no count here is",
         ],
-        "--config.mesh.tensor=3": ["--axis=data: tensor 3 take 3 devices"],
+        "--config.mesh.tensor=3": ["--axis=data: the other axes (tensor 3) take 3 devices"],
         "--smallest=8": ["one count is no scaling: from 8 devices, and there are 8; lower --smallest"],
-        "--smallest=2 --config.mesh.tensor=4": ["--axis=data: tensor 4 take 4 devices"],
+        "--smallest=2 --config.mesh.tensor=4": ["--axis=data: the other axes (tensor 4) take 4 devices"],
         "--axis=tensor --config.mesh.pipeline=2 --mode=weak": ["mesh.tensor", "mesh.pipeline=2"],
     }.items():  # fmt: skip
         with pytest.raises(ConfigError) as error:
