@@ -192,11 +192,15 @@ def _compared(
         step_s = compute * own.program_flops / least.program_flops + own.exposed_communication_s
     rate = point.tokens / step_s / point.count
     efficiency = rate / (base.tokens / base_s / base.count) if base_s else None
+    work = (
+        least and own.program_flops and least.program_flops / base.tokens * point.tokens / own.program_flops
+    )
     predicted = {
         "step_s": step_s,
         "tokens_per_s_per_device": rate,
         "efficiency": efficiency,
         "wall_efficiency": efficiency and efficiency * point.count / base.count if row["emulated"] else None,
+        "processor_efficiency": work if row["emulated"] else None,
         "measured_over_predicted": row["step_s"]["median"] / step_s,
         "efficiency_over_predicted": efficiency and row["efficiency"] / efficiency,
     }
@@ -263,8 +267,11 @@ def _emulated_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in shared:
         wall, work = row["emulated"]["wall_efficiency"], row["emulated"]["processor_efficiency"]
         spent, told = 1e3 * row["processor_s"]["median"], row["predicted"]
-        said = f" (predicted {_share(told['wall_efficiency'])})" if told else ""
+        by_wall, by_work = (
+            f" (predicted {_share(told[name])})" if told else ""
+            for name in ("wall_efficiency", "processor_efficiency")
+        )
         yield (
-            f"emulated: {row['mode']:7}{row['devices']:3d}: {wall:.1%} by wall time{said}, "
-            f"{work:.1%} by processor time, {spent:.1f} ms a step"
+            f"emulated: {row['mode']:7}{row['devices']:3d}: {wall:.1%} by wall time{by_wall}, "
+            f"{work:.1%} by processor time{by_work}, {spent:.1f} ms a step"
         )

@@ -84,6 +84,8 @@ def test_rows_are_of_the_same_work_and_bear_out_efficiency_and_prediction(scalin
         assert more == pytest.approx(4.0 if mode == "weak" else 1.0, rel=0.05)
         compute = (medians(base) - least["exposed_communication_s"]) * more
         assert told["step_s"] == pytest.approx(compute + own["exposed_communication_s"])
+        same_work = row["tokens_per_step"] / base["tokens_per_step"] / more
+        assert told["processor_efficiency"] == pytest.approx(same_work)
         rate = row["tokens_per_step"] / told["step_s"] / 8
         assert told["efficiency"] == pytest.approx(rate / base["tokens_per_s_per_device"])
         assert told["measured_over_predicted"] == pytest.approx(medians(row) / told["step_s"])
