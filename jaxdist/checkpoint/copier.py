@@ -118,6 +118,8 @@ class Copier:
                     copies.remove(step, there[step])
             while missing := [n for n in self._store.steps() if n not in failed and self._is_due(n)]:
                 self._copy(copies, missing[-1], failed)
+                if not failed:  # each time: where saves come faster than copies, there is always another
+                    self._expire(copies)
             if not failed:
                 self._expire(copies)
         except Exception as error:  # of the store's client, or of the disk

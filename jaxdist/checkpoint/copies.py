@@ -9,6 +9,7 @@ counts from its manifest on, here as there. Without jax or a device.
 """
 
 import contextlib
+import errno
 import math
 import os
 import shutil
@@ -35,6 +36,7 @@ class Abandoned(Exception):
     """Nothing waits for this work any more: it took too long."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LASTING = (*_NO_FILE, PermissionError, CheckpointError, Abandoned)  # trying again would not help
 
 
@@ -238,7 +240,8 @@ class Copies:
             try:
                 return call()
             except Exception as error:  # each client has types of its own
-                if delay_s == math.inf or isinstance(error, _LASTING):
+                full = isinstance(error, OSError) and error.errno in _FULL
+                if delay_s == math.inf or full or isinstance(error, _LASTING):
                     raise
             finally:
                 self._called_at = None

@@ -31,7 +31,6 @@ from jaxdist.storage import lock
 # With several processes, process 0's clock decides for all; asking it is a wait for that process, so
 # the time rule is looked at only at multiples of this many steps.
 CLOCK_STEPS = 10
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of network file systems
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
 _ANSWER_S, _GRACE_S = 2, 10  # for the file system, at least; for Orbax to say itself what took too long
 
@@ -134,7 +133,7 @@ class CheckpointManager:
                 raise OSError(errno.ENOLCK, "an object store")
             self._is_ours = self._owned.enter_context(lock.exclusive(self.folder / folders.LOCK))
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in lock.UNSUPPORTED:
                 raise
             resumes, name = run is not None, self.run or secrets.token_hex(8)
             lease = lock.lease(self.folder / folders.OWNER, name, resumes=resumes)

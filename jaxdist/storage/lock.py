@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from jaxdist.storage import atomic, untrusted
 
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network file system without locks
 RENEW_S = 10  # between two renewals of a lease
 TAKEOVER_S = 120  # a lease that was not renewed for so long is over
 _SETTLE_S = 1.0  # after which the last of several writers of a record sees itself

@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,10 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
         copies = Copies(config.checkpoint.copy_to)
         here = _newest_sound(place, own)
         place.mkdir(parents=True, exist_ok=True)
-        with lock.exclusive(place / folders.LOCK):
-            if here:
+        with _locked(place) as is_ours:
+            if here and is_ours:
                 _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
+            if here:
                 return
             beside = [folder / name for name in _BESIDE]
             step, size, bad = fetch_newest(copies, place, beside, run=own, say=say)
@@ -63,6 +64,19 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
     _write_events(folder, copies.url, _of_copies(copies.url, bad), step, size)
     if step:
         say(f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}")
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Holds the lock of a folder of checkpoints; yields False where its file system has no locks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            is_ours = bool(stack.enter_context(lock.exclusive(place / folders.LOCK)))
+        except OSError as error:
+            if error.errno not in lock.UNSUPPORTED:
+                raise
+            is_ours = False
+        yield is_ours
 
 
 def _write_events(folder: Path, url: str, bad: Mapping[int, str], step: int = 0, size: int = 0) -> None:

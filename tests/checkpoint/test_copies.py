@@ -1,5 +1,7 @@
 """Copies of steps in a store: a step counts once whole, damage is not fetched, a run goes on from them."""
 
+import errno
+import fcntl
 import shutil
 import threading
 import time
@@ -217,6 +219,28 @@ def test_copies_are_kept_as_the_steps_are_and_follow_a_run_that_went_back(here, 
         assert ended(copier) == [(4, "")] and copies.holds(here, 4)
         # What a start finds copied already is not copied again.
         assert ended(Copier(copies, store)) == []
+
+
+def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(here, url, monkeypatch):
+    copies, most = Copies(url), []
+    put, number = copies._fs.put_file, 1
+    write_step(here, number)
+
+    def put_file(source, target, **options):
+        """Another step is saved, and the oldest deleted, while each step is copied."""
+        nonlocal number
+        put(source, target, **options)
+        if target.endswith(folders.MANIFEST) and number < 12:
+            most.append(len(Copies(url).steps()))
+            write_step(here, number := number + 1)
+            for old in folders.list_steps(here)[:-2]:
+                folders.remove_step(here, old)
+
+    monkeypatch.setattr(copies._fs, "put_file", put_file)
+    with CheckpointManager(here, CONFIG) as store:
+        copier = Copier(copies, store)
+        assert [error for _, error in ended(copier)] == [""] * 12
+    assert 1 < max(most) <= 3 and list(copies.steps()) == [11, 12]  # keep_last=2, and the one under way
 
 
 def test_a_failing_store_is_told_once_a_step_and_made_up_for(here, url, monkeypatch):
@@ -516,6 +540,21 @@ def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(saved, ur
         copier = Copier(Copies(url), store)
         assert [error for _, error in ended(copier)] == []
         assert (3 in Copies(url).steps()) != undone
+
+
+def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(saved, url, monkeypatch):
+    """Where there is no lock, whose the folder is, is settled later; a live owner has steps there."""
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    shutil.rmtree(saved / "3")
+    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    assert folders.list_steps(saved) == [1, 2]
+    shutil.rmtree(saved)
+    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    assert folders.list_steps(saved) == [3]
 
 
 def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(saved, url, monkeypatch):
