@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,8 @@ if version("jaxlib").startswith("0.10."):
     QUICK["xla_cpu_use_fusion_emitters"] = "false"
     QUICK["xla_cpu_parallel_codegen_split_count"] = 1  # a module for LLVM, not 32: 7 to 12 % of all CPU time
 
+
+MOST_MAPS = 20_000  # memory maps of this process between two modules; one module adds up to 15,000
 
 # `-m fast`: unit tests that start no process, run no command and train nothing. Beginnings of their paths ...
 FAST = (
@@ -80,6 +83,29 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)  # by default 700, 10, 10
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem) -> None:
+    """Lets go of compiled programs, between modules, before the process has as many maps as it may have.
+
+    A program takes 30 to 80 of Linux's 65,530 (vm.max_map_count); XLA aborts where one more is refused.
+    """
+    if nextitem is None or nextitem.path == item.path or _num_memory_maps() < MOST_MAPS:
+        return
+    for module in (item.module, sys.modules.get("support.models")):
+        for name, value in list(vars(module).items()) if module else []:
+            if name != "pytestmark" and callable(getattr(value, "cache_clear", None)):
+                value.cache_clear()
+    sys.modules["jax"].clear_caches()
+    gc.collect()
+
+
+def _num_memory_maps() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # not Linux
+        return 0
 
 
 @pytest.hookimpl(optionalhook=True)

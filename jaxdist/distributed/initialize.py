@@ -16,7 +16,7 @@ from jax._src import cache_key  # neither has a public name; see where they are 
 from jax._src.lib import _jax
 
 from jaxdist.config import ConfigError
-from jaxdist.distributed.cluster import LOOPBACK, TORCHRUN, find_torchrun
+from jaxdist.distributed.cluster import LOOPBACK, TORCHRUN, find_cluster, find_torchrun
 from jaxdist.distributed.coordination import _FOREVER_S, kv_client
 from jaxdist.distributed.local_devices import visible_gpus
 from jaxdist.hardware import flags
@@ -71,7 +71,7 @@ def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
+def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None:
     """Joins the process group if a launcher is detected; returns a line that says which, or None.
 
     Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID), torchrun
@@ -85,6 +85,7 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> str | None:
         return None
     # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other handler.
     jax.config.update("jax_enable_preemption_service", False)
+    _pass_proxies_by(environ)
     if group := _group(environ):
         address, number, rank = group
         bind_address = address if _is_one_machine(environ) else None
@@ -113,6 +114,21 @@ def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     if cluster := find_torchrun(environ):
         return f"{cluster.host}:{cluster.port}", cluster.number, cluster.index
     return None
+
+
+def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
+    """Has processes reach the first one's host directly, whatever proxies the environment names.
+
+    They join by gRPC, which would ask the proxy, and wait. It reads names in lower case, and no_grpc_proxy
+    before no_proxy.
+    """
+    if not environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:
+        return
+    group, host = _group(environ), LOOPBACK
+    with contextlib.suppress(ConfigError, KeyError, ValueError):  # said by what joins
+        host = group[0].rpartition(":")[0] if group else find_cluster(environ).host
+    others = environ.get("no_grpc_proxy", environ.get("no_proxy", ""))
+    environ["no_grpc_proxy"] = ",".join(filter(None, (others, host)))
 
 
 def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:

@@ -1,7 +1,7 @@
 """What slows or breaks the network of a run on this machine, each fault with its cure; `doctor` prints them.
 
-Facts: NVIDIA's NCCL user guide and NCCL's sources of 2026; gRPC's HTTP proxy mapper and gloo, as jax 0.10.2
-has them (tried with a proxy, and with a name in /etc/hosts).
+Facts: NVIDIA's NCCL user guide and NCCL's sources of 2026; gloo, as jax 0.10.2 has it (tried with a name in
+/etc/hosts).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.distributed.cluster import LOOPBACK, ClusterInfo, find_cluster
+from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.hardware.network import Limits, Machine
 from jaxdist.telemetry.units import gib_text
 
@@ -308,30 +308,6 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _proxy(node: _Node) -> Found:
-    """gRPC, by which processes join, takes the first variable that is set, in lower case, also if empty."""
-    environ, host = node.environ, node.cluster.host or LOOPBACK
-    name = next((n for n in ("grpc_proxy", "https_proxy", "http_proxy") if n in environ), "")
-    if not environ.get(name, "").lower().startswith("http://"):
-        return
-    exempt = next((n for n in ("no_grpc_proxy", "no_proxy") if n in environ), "no_proxy")
-    if not any(_covers(word.strip().lower(), host.lower()) for word in environ.get(exempt, "").split(",")):
-        who = "the first process" if node.is_one_of_several else "processes of `launch` on this machine"
-        yield (
-            f"{name} is set, and {exempt} does not have {host}: joining {who} goes through the proxy and "
-            f"fails",
-            f"add {host} to {exempt}; gRPC reads lower case only, and no *",
-        )
-
-
-def _covers(word: str, host: str) -> bool:
-    """Returns whether a word of no_proxy is for a host: the end of its name, or a net with its address."""
-    with contextlib.suppress(ValueError):
-        if "/" in word:
-            return ipaddress.ip_address(host) in ipaddress.ip_network(word, strict=False)
-    return bool(word) and host.endswith(word)
-
-
 def _size(num_bytes: int) -> str:
     return gib_text(num_bytes) if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
@@ -359,5 +335,4 @@ CHECKS: Mapping[str, Callable[[_Node], Found]] = {
     "clock": _clock,
     "hostname-loopback": _hostname_loopback,
     "coordinator-loopback": _coordinator_loopback,
-    "proxy": _proxy,
 }

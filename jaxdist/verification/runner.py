@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,9 @@ OPTIONS = {"xla_allow_excess_precision": False}
 # On the CPU, LLVM's optimisations are most of the compile time. XLA's program (partitioning,
 # collectives, fusions) is the same text without them.
 CPU_OPTIONS = {"xla_backend_optimization_level": 0}
+# Layouts compiled before their turn. Programs of the CPU take a thousand memory maps a layout, of the 65,530
+# that Linux gives a process (vm.max_map_count); XLA aborts where one more is refused.
+AHEAD = 6
 
 
 # --- one step of one layout -----------------------------------------------------------------------
@@ -168,10 +173,10 @@ def verify_layouts(
             return pool.submit(compile_layout, layout, precisions, devices, next(iter(batches.values())))
 
         references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
-        compiling = {name: start(overrides, precisions, devices) for name, overrides in wanted.items()}
+        compiling = _ahead(lambda name: start(wanted[name], precisions, devices), wanted)
         one = _OneDevice(small, batches, {v: future.result() for v, future in references.items()})
         log(comparison.HEADER)
-        for name, future in compiling.items():
+        for name, future in compiling:
             try:
                 programs = future.result()
             except ConfigError as error:
@@ -186,6 +191,19 @@ def verify_layouts(
     first = one.observed(_variant(next(iter(wanted.values()))), next(iter(batches)))
     not_compared = tuple(sorted(comparison.rounding_alone(first["float32"].gradients)))
     return Report(_reference(small, devices, first), tuple(results), skipped, shrunk, not_compared)
+
+
+def _ahead(start: Callable[[str], Future], names: Iterable[str]) -> Iterator[tuple[str, Future]]:
+    """Starts a few, and returns each name with its future; whenever one is taken, another starts."""
+    rest = iter(names)
+    started = deque((name, start(name)) for name in islice(rest, AHEAD))
+
+    def in_turn() -> Iterator[tuple[str, Future]]:
+        while started:
+            yield started.popleft()
+            started.extend((name, start(name)) for name in islice(rest, 1))
+
+    return in_turn()
 
 
 def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, cases.Overrides]:

@@ -66,8 +66,9 @@ print("facts:", facts)
 
 
 def test_three_processes_agree():
+    behind_proxy = environment(1) | {"http_proxy": "http://127.0.0.1:9"}  # where nobody listens
     done = subprocess.run(
-        [*AGENT, sys.executable, "-c", THREE], env=environment(1), capture_output=True, text=True, timeout=120
+        [*AGENT, sys.executable, "-c", THREE], env=behind_proxy, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if "facts: " in line)

@@ -165,6 +165,23 @@ def test_launchers_are_told_apart(environ, launcher, monkeypatch):
     assert joined == ([] if launcher is None else [()])
 
 
+@pytest.mark.parametrize(
+    ("environ", "direct"),
+    [
+        ({}, None),
+        ({"http_proxy": "http://proxy:3128"}, "head"),
+        ({"grpc_proxy": "", "no_proxy": "localhost,.corp"}, "localhost,.corp,head"),
+        ({"https_proxy": "http://proxy:3128", "no_grpc_proxy": "one", "no_proxy": "two"}, "one,head"),
+        ({"http_proxy": "http://proxy:3128", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, "a"),
+    ],
+)
+def test_processes_join_past_a_proxy(environ, direct, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    environ = dict(environ if "TPU_WORKER_ID" in environ else TORCHRUN | environ)
+    assert initialize.join_processes(environ)
+    assert environ.get("no_grpc_proxy") == direct
+
+
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 
 

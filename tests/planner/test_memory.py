@@ -311,7 +311,8 @@ TOO_LARGE = [
     ("dense_16b", "v5e:8x8", {}, 31.23),
     ("llama3_70b", "v5e:16x16", {}, 31.97),
     ("llama3_70b", "v5p:4x4x4", {}, 120.18),
-    ("gpt2_124m", "v5e:2x2", {"remat.policy": "none"}, 101.95),
+    # jax 0.12 keeps less for gradients: libtpu 0.0.50.1 needs 93.07, 2026-11-23.
+    ("gpt2_124m", "v5e:2x2", {"remat.policy": "none"}, 93.07 if jax.__version_info__ >= (0, 12) else 101.95),
 ]
 
 

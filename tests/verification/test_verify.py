@@ -1,6 +1,7 @@
 """`verify`: layouts that are equal are found equal, one that is not is found out."""
 
 import dataclasses
+import gc
 import json
 import math
 
@@ -342,6 +343,18 @@ def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_
     words = ["--config", "quickstart", target, "--precision", "float32", "--only", "x fsdp 4, accumulation"]
     code, out, _ = command(capsys, *words)
     assert code == 0 and "all 4 rows equal one device" in out
+
+
+def test_programs_are_let_go_after_their_row():
+    """Those of all layouts at once would take more memory maps than a process may have."""
+    held = []
+
+    def count(line):
+        held.append(sum(isinstance(x, runner.Program) for x in gc.get_objects()))
+
+    run = dataclasses.replace(quickstart(), model={"target": f"{TARGET}Summed", "width": 32})
+    report = runner.verify_layouts(run, jax.devices(), precisions=["float32"], only="fsdp 8", log=count)
+    assert len(report.layouts) == 5 and held[-1] == 2  # one device's and the last row's
 
 
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
