@@ -171,7 +171,8 @@ class StepAlarm:
             lasted = sum(self._started.recent) >= _LONG_S
             if usual and lasted and now.step > _SLOW * usual.step:
                 self._slow_since = step
-                self._tell(step, now, usual)
+                if jax.process_index() == 0:
+                    self._report_by = step if self._is_alone() else step + _ANSWER
             else:
                 self._looks.append(now)
         elif usual and now.step < _USUAL * usual.step:
@@ -179,6 +180,8 @@ class StepAlarm:
         elif step - self._slow_since >= _KEPT:
             self._looks.clear()
             self._slow_since = None
+        if self._slow_since is not None and usual:
+            self._share(step, now, usual)
         if self._report_by is not None and usual:
             self._name_cause(step, now, usual)
 
@@ -195,13 +198,14 @@ class StepAlarm:
         names = ("step", *_PARTS)
         return Parts(*(statistics.median(getattr(look, name) for look in self._looks) for name in names))
 
-    def _tell(self, step: int, now: Parts, usual: Parts) -> None:
-        """Tells the first process what grew in this one; the first is to report it."""
+    def _share(self, step: int, now: Parts, usual: Parts) -> None:
+        """Tells the first process what has grown in this one, and again while it lasts.
+
+        The first steps that are slow are few of a window: what came before them may have grown as much.
+        """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if not self._is_alone():
                 self._board.put({"step": step, **_grown(now, usual)})
-        if jax.process_index() == 0:
-            self._report_by = step if self._is_alone() else step + _ANSWER
 
     def _is_alone(self) -> bool:
         return self._board.client is None

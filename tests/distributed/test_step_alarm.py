@@ -150,6 +150,32 @@ def test_the_others_say_what_they_see(monkeypatch):
     assert step <= 90 and (fields["process"], fields["phase"]) == (None, "devices")
 
 
+def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
+    """Behind a stall of another, the first look at slow steps has as much waiting in it as slow data."""
+    said = []
+
+    class Board:
+        client = "a service"
+
+        def put(self, value):
+            said.append(value)
+
+        def values(self):
+            return {}
+
+    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
+    loop, quiet = Loop(), dict.fromkeys(("data", "host", "devices"), 0.0)
+    loop.run(100)
+    loop.run(1, devices=4.0)
+    loop.run(20, data=0.2)
+    causes = [blamed({0: quiet, 1: grown}, alone=False) for grown in said]
+    assert causes[0] == (None, "devices") and causes[-1] == (1, "data")
+    assert said[-1]["step"] > 116, "a window behind the stall"
+    told = len(said)
+    loop.run(100)
+    assert len(said) < told + 8, "no more once steps are as usual"
+
+
 SLOW_FROM, STEPS = 60, 100
 PROGRAM = """
 import os, runpy, time
