@@ -109,7 +109,8 @@ class Copier:
         """Copies all that the store lacks, and deletes there what has expired."""
         began, local, failed = time.monotonic(), list[int](), set[int]()
         try:
-            local, there = self._store.steps(), copies.steps()
+            local = self._store.steps()
+            there = self._listed(copies)
             if self._known is None:
                 both = [step for step in local if MANIFEST in there.get(step, {})]
                 self._known = {self._key(n) for n in both if copies.holds(self._store.folder, n)}
@@ -128,6 +129,12 @@ class Copier:
             if not copies.abandoned:
                 self._store.held = frozenset()
 
+    def _listed(self, copies: Copies) -> dict[int, dict[str, int]]:
+        """Returns what the store has; raises CheckpointError if it is another run's, to be left alone."""
+        there = copies.steps()
+        copies.is_claimed(self._store.folder)  # after it: who puts a file there has claimed it before
+        return there
+
     def _is_due(self, step: int) -> bool:
         assert self._known is not None
         self._seen.add(step)
@@ -143,12 +150,13 @@ class Copier:
     def _copy(self, copies: Copies, step: int, failed: set[int]) -> None:
         if copies.abandoned:
             raise Abandoned(self.url)
-        began, self._store.held = time.monotonic(), frozenset({step})
+        began, is_sound, self._store.held = time.monotonic(), False, frozenset({step})
         assert self._known is not None
         try:
             key = self._key(step)
             # In this thread alone: at the end of the process, Python would wait for a pool's.
             integrity.check(self._store.folder, step, run=self._store.run, threads=1)
+            is_sound = True
             size = copies.copy(self._store.folder, step, self._beside)
             self._known.add(key)
             self._report(copies, step, "", began, size)
@@ -156,7 +164,7 @@ class Copier:
             raise
         except Exception as error:  # of the store's client, or of the disk
             failed.add(step)
-            if isinstance(error, CheckpointError):  # of the step itself: reported once
+            if isinstance(error, CheckpointError) and not is_sound:  # damaged here: reported once
                 self._known.add(key)
             if not folders.is_deleted(self._store.folder, step):
                 self._report(copies, step, error_text(error), began, 0)
@@ -167,7 +175,7 @@ class Copier:
         Other steps that are newer than all here stay: what is here may be old, from a machine that had the
         run before. They are replaced once the run comes to them.
         """
-        config, local, there = self._store.config, self._store.steps(), copies.steps()
+        config, local, there = self._store.config, self._store.steps(), self._listed(copies)
         if not local:
             return
         good = [n for n in there if MANIFEST in there[n] and n not in self._store.milestones]

@@ -102,7 +102,9 @@ class Copies:
           CheckpointError: its manifest is damaged; the store has another run's; a file did not arrive.
           Exception: any of the store's client.
         """
-        self._claim((folder / integrity.IDENTITY).read_bytes())
+        if not self.is_claimed(folder):
+            identity = (folder / integrity.IDENTITY).read_bytes()
+            self._call(lambda: self._fs.pipe_file(self._identity, identity))
         manifest = integrity.read_manifest(folder / str(step))
         if there := self.steps().get(step):
             self.remove(step, there)
@@ -191,18 +193,26 @@ class Copies:
                 with contextlib.suppress(FileNotFoundError), atomic.replacing(file) as partial:
                     self._get(f"{self._root}/{file.name}", partial)
 
-    def _claim(self, identity: bytes) -> None:
-        path = f"{self._root}/{_STEPS}/{integrity.IDENTITY}"
+    def is_claimed(self, folder: Path) -> bool:
+        """Returns whether the store says whose copies it has; they are then those of the run in `folder`.
+
+        Raises:
+          CheckpointError: they are another run's.
+        """
         try:
-            there = self._call(lambda: self._fs.cat_file(path))
+            there = self._call(lambda: self._fs.cat_file(self._identity))
         except FileNotFoundError:
-            self._call(lambda: self._fs.pipe_file(path, identity))
-            return
-        if there != identity:
+            return False
+        if there != (folder / integrity.IDENTITY).read_bytes():
             raise CheckpointError(
                 f"{self.url} has the copies of another run ({there[:40]!r}); give this run a "
                 f"checkpoint.copy_to of its own"
             )
+        return True
+
+    @property
+    def _identity(self) -> str:
+        return f"{self._root}/{_STEPS}/{integrity.IDENTITY}"
 
     def _check_files(self, manifest: integrity.Manifest, there: dict[str, int]) -> None:
         """Raises CheckpointError if a file of a step has another size in the store, or no good name."""

@@ -32,6 +32,8 @@ _NOT_OF_THE_STEP = (  # patterns of keys that change neither its program nor its
 )  # fmt: skip
 _MOST_FAULTS = 3  # that are told
 _ROUNDING = 1e-3  # of a step, by which the sum of its parts may be off
+_MIN_STEP_S = 1e-9
+_MAX_BYTES = 4 << 20  # of plan.json; `status` is to answer at once
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def read_plan(
       row: the last of metrics.jsonl.
     """
     try:
-        plan = untrusted.read_json(folder / PLAN_FILE, dict)
+        plan = untrusted.read_json(folder / PLAN_FILE, dict, max_bytes=_MAX_BYTES)
     except FileNotFoundError:
         return None
     except (OSError, untrusted.Malformed) as error:
@@ -209,7 +211,7 @@ def _timed(plan: Mapping[str, Any], named: Planned) -> Planned:
         why = time.get("sure") if plan.get("fits") else plan.get("exit_reason")
         return Planned(named.target, named.date, f"it says nothing of the time ({why!s:.200})")
     seconds = [step_s, *(band if isinstance(band, list) and len(band) == 2 else [None])]
-    sound = all(_is_seconds(s) and s > 0 for s in seconds) and all(map(_is_seconds, parts.values()))
+    sound = all(_is_seconds(s) and s > _MIN_STEP_S for s in seconds) and all(map(_is_seconds, parts.values()))
     if not sound or abs(sum(parts.values()) - step_s) > _ROUNDING * step_s:
         return Planned(named.target, named.date, "its times are no parts of a step")
     return Planned(named.target, named.date, "", step_s, (seconds[1], seconds[2]), parts)
@@ -232,4 +234,4 @@ def _sizes(mesh: object) -> str:
 
 def _differs(name: str, planned: object, own: object) -> str:
     texts = (f"{x if x is not schema.MISSING else '(absent)'!s:.60}" for x in (planned, own))
-    return "{}: planned with {}, the run has {}".format(name, *texts)
+    return "{:.60}: planned with {}, the run has {}".format(name, *texts)

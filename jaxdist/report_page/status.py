@@ -145,11 +145,11 @@ class RunStatus:
         if life is None or life.first is None:
             return row.get("step", 0)
         is_own = not self.running and (number(row.get("time")) or 0.0) >= life.began
-        return max(life.step, row["step"]) if is_own else life.step
+        return max(life.step, row.get("step", 0)) if is_own else life.step
 
     def _last_time(self) -> float | None:
         times = [event["time"] for event in self.events[-1:]]
-        times += [t for row in self.rows.train[-1:] if (t := number(row.get("time"))) is not None]
+        times += [row["time"] for row in self.rows.train[-1:] if ledger.is_time(row.get("time"))]
         return max(times, default=None)
 
     def _next_save(self, step: int, steps: int, step_s: float | None) -> dict[str, Any] | None:

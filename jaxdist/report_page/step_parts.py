@@ -88,8 +88,8 @@ def step_parts(
 
     def take(name: str, share_of_rest: float | None) -> None:
         nonlocal left
-        if share_of_rest and 0 < share_of_rest <= 1:
-            shares[name] = left * share_of_rest
+        if share_of_rest and share_of_rest > 0:
+            shares[name] = left * min(1.0, share_of_rest)  # sums of rounded shares may exceed 1
             left -= shares[name]
 
     # Batches that lead the row's steps are waited for, too.

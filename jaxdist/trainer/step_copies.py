@@ -40,18 +40,23 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
     if not config.checkpoint.copy_to:
         return
     place = workdir.checkpoints_folder(folder, config)
-    own = workdir.own_identity(folder) or manifest.read_identity(place)
+    try:
+        own = manifest.identity(place, create=False, own=workdir.own_identity(folder))
+    except CheckpointError:  # another run's folder: opening it says so
+        return
     try:
         copies = Copies(config.checkpoint.copy_to)
-        here = _newest_sound(place, own)
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as is_ours:
+            here = _newest_sound(place, own)
             if here and is_ours:
                 _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
             if here:
                 return
             beside = [folder / name for name in _BESIDE]
-            step, size, bad = fetch_newest(copies, place, beside, run=own, say=say)
+            step, size, bad = fetch_newest(
+                copies, place, beside, run=own, wanted=lambda n: not copies.is_undone(place, n), say=say
+            )
     except lock.Locked:  # opening it says by whom
         return
     except extras.MissingExtra as error:
@@ -114,10 +119,8 @@ class _Fetcher:
     def fetch_newer(self, here: int) -> int:
         """Fetches the newest sound copy after a step, unless the run has gone back behind it."""
 
-        def newer(copies: Copies) -> list[int]:
-            return [n for n in _whole(copies) if n > here and not copies.is_undone(self._place, n)]
-
-        return self._fetch_first(newer, f"those in {self._place} are older")
+        why = f"those in {self._place} are older"
+        return self._fetch_first(lambda copies: [n for n in self._led_here(copies) if n > here], why)
 
     def __call__(self, step: int | None, reason: str) -> int:
         """Does what `CheckpointManager.fetch` is for."""
@@ -125,7 +128,7 @@ class _Fetcher:
             # The steps here say how far the run has come: from what is newer, it may have gone back.
             last = max(folders.all_steps(self._place), default=folders.LAST_STEP)
             why = f"none in {self._place} is sound"
-            return self._fetch_first(lambda copies: [n for n in _whole(copies) if n <= last], why)
+            return self._fetch_first(lambda copies: [n for n in self._led_here(copies) if n <= last], why)
         fetched = self._fetch_first(
             lambda copies: [step] if copies.holds(self._place, step) else [],
             f"that in {self._place} is damaged ({reason})",
@@ -133,6 +136,11 @@ class _Fetcher:
         if fetched:
             _write_events(self._folder, self._url, {step: reason})
         return fetched
+
+    def _led_here(self, copies: Copies) -> list[int]:
+        """Returns a store's whole steps, newest first, without those that the run has gone back behind."""
+        whole = [step for step, names in copies.steps().items() if folders.MANIFEST in names]
+        return [step for step in reversed(whole) if not copies.is_undone(self._place, step)]
 
     def _fetch_first(self, choose: Callable[[Copies], list[int]], why: str) -> int:
         """Puts the first of the chosen steps here that is sound, and returns it; 0 if none is."""
@@ -196,11 +204,6 @@ class _Fetcher:
                 if error:
                     raise error
                 return value
-
-
-def _whole(copies: Copies) -> list[int]:
-    """Returns the steps of a store that have a manifest, newest first."""
-    return [step for step, names in reversed(copies.steps().items()) if folders.MANIFEST in names]
 
 
 def fetcher(config: RunConfig, folder: Path, store: CheckpointManager, say: Callable[[str], object]) -> Fetch:

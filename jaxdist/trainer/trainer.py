@@ -179,15 +179,16 @@ class Trainer:
         self.log = StepLog(
             self.config, self.progress, writer, display, throughput, self._samples, self.watch.ledger
         )
-        metadata, failures = self._checkpoint_metadata, self._failures
-        copier = step_copies.copier(self.config, self.folder, self.store)
-        self.saver = Saver(self.store, self.built.views, writer, display, metadata, failures, copier)
         self.store.milestones = extension.milestones(self.config, self.schedule)
         self.best_rule = best_rule(self.config)
         if self.best_rule:
             self.best_rule.check(self.config, self.built)
             if "step" in self.progress.best:
                 self.store.best.append(self.progress.best["step"])
+        metadata, failures = self._checkpoint_metadata, self._failures
+        # It deletes in the store what has expired: what is kept must be known by now.
+        copier = step_copies.copier(self.config, self.folder, self.store)
+        self.saver = Saver(self.store, self.built.views, writer, display, metadata, failures, copier)
         evaluation = every(train.eval_every, self._evaluate, at_end=True)
         evaluation.bucket = ""  # its time is that of its phases
         self.hooks = [*self.hooks, evaluation]  # the saver comes after them: it saves what a hook requests

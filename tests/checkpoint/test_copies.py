@@ -568,6 +568,78 @@ def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(saved, url, mon
     assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
 
 
+# --- another run's store or folder ----------------------------------------------------------------
+
+
+@pytest.fixture
+def other(tmp_path):
+    """The folder of another run, which is at step 9."""
+    folder = tmp_path / "other" / "checkpoints"
+    folder.mkdir(parents=True)
+    integrity.identity(folder, create=True, own="cafe")
+    write_step(folder, 9, run="cafe")
+    return folder
+
+
+def test_a_run_deletes_nothing_in_the_store_of_another(here, other, url):
+    """Neither a half, which may be under way, nor what its own rules of keeping would."""
+    copies = Copies(url)
+    for step in (1, 2, 3, 4):
+        write_step(here, step)
+        copies.copy(here, step)
+    copies._fs.rm_file(copies._path(4, folders.MANIFEST))
+    before = copies.steps()
+    with CheckpointManager(other, replace(CONFIG, keep_last=1)) as store:
+        copier = Copier(Copies(url), store)
+        for _ in range(2):  # the second round finds nothing due but what has failed
+            ((step, error),) = ended(copier)
+            assert step == 9 and "has the copies of another run" in error
+            copier.wake()
+        ended(copier)
+    assert copies.steps() == before
+
+
+def test_a_file_that_did_not_arrive_is_copied_again(here, url, monkeypatch):
+    write_step(here, 1)
+    copies, cut = Copies(url), []
+    put = copies._fs.put_file
+
+    def put_file(source, target, **options):
+        put(source, target, **options)
+        if not cut:
+            cut.append(copies._fs.pipe_file(target, b""))
+
+    monkeypatch.setattr(copies._fs, "put_file", put_file)
+    with CheckpointManager(here, CONFIG) as store:
+        copier = Copier(copies, store)
+        ((step, error),) = ended(copier)
+        assert step == 1 and "has 0 bytes in the store" in error and cut
+        copier.wake()
+        assert ended(copier) == [(1, "")] and copies.holds(here, 1)
+
+
+def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(saved, url):
+    folders.quarantine(saved, 3, "the run went back to step 2", undone=True)
+    for n in (1, 2):
+        (saved / str(n) / folders.MANIFEST).write_text("{}")
+    assert 3 in Copies(url).steps()
+    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    assert events_of(saved.parent, "checkpoint_fetched") == [2] and 3 not in folders.list_steps(saved)
+
+
+def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
+    (saved.parent / workdir_files.RUN).write_text(f'{{"run": "{integrity.read_identity(saved)}"}}')
+    shutil.move(other / "9", other / "3")
+    integrity.seal(other, 3, "cafe", {})
+    before = (other / "3" / folders.MANIFEST).read_bytes()
+    config = config_with(url, **{"checkpoint.folder": str(other)})
+    step_copies.fetch_missing(config, saved.parent, print)
+    assert (other / "3" / folders.MANIFEST).read_bytes() == before
+    assert not folders.quarantine_folder(other).exists()
+    with pytest.raises(ConfigError, match="belongs to run cafe"):  # opening it says so
+        workdir_files.open_checkpoints(saved.parent, config)
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 
@@ -605,3 +677,20 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     assert run(workdir, **{"checkpoint.copy_to": url}) == 0
     assert "is finished at step 12" in capsys.readouterr().out
     assert arrays_of(workdir, 12) == arrays_of(whole, 12) and workdir_files.own_identity(workdir) == identity
+
+
+def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypatch):
+    changes = {"optimizer.schedule": "wsd", "checkpoint.keep_last": 1, "checkpoint.every_steps": 2}
+    changes |= {"optimizer.decay_fraction": 0.5, "checkpoint.copy_to": url}
+    assert run(tmp_path / "run", **changes) == 0
+    steps, make = list(Copies(url).steps()), step_copies.copier
+    assert len(steps) == 2 and steps[-1] == 12  # and where the decay began
+    shutil.rmtree(tmp_path / "run")
+
+    def quick(*given):  # its first round is over before anything else is done
+        assert (copier := make(*given)).finish(30)
+        return copier
+
+    monkeypatch.setattr(step_copies, "copier", quick)
+    assert run(tmp_path / "run", **changes) == 0
+    assert folders.list_steps(tmp_path / "run" / "checkpoints") == [12] and list(Copies(url).steps()) == steps

@@ -202,3 +202,25 @@ def test_the_layout_of_a_resized_run_of_an_older_version_is_its_last_resize():
     assert planned.layout_of_run(config, older, []) == planned.Layout(MESH, 1, 2)
     assert planned.layout_of_run(config, INFO, events) == planned.Layout(MESH, 3, 2)
     assert planned.layout_of_run(config, {"mesh": {"data": "x"}}, []).mesh == {}
+
+
+def test_hostile_plans_are_answered_at_once_and_briefly(tmp_path):
+    for name, plan, said in (
+        (
+            "tiny",
+            PLAN | {"time": {"step_s": 5e-324, "band_s": [5e-324] * 2, "waterfall": {"x": 5e-324}}},
+            "no parts",
+        ),
+        ("long", PLAN | {"config": {"k" * 10**6: 1}}, f"{'k' * 60}: planned with 1"),
+        ("large", PLAN | {"config": {f"k{n}": "x" * 40 for n in range(100_000)}}, "more than"),
+    ):
+        document = write_run(tmp_path / name, plan=plan)
+        assert said in document["plan"]["reason"] and len(document["plan"]["reason"]) < 1000
+        json.dumps(document, allow_nan=False)
+
+
+def test_a_part_that_rounding_makes_more_than_the_step_is_all_of_it(tmp_path):
+    waterfall = {"exposed communication": 1.6004}
+    document = write_run(tmp_path, plan=changed(PLAN, "time.waterfall", waterfall))
+    shares = document["step_parts"]
+    assert shares[step_parts.COMMUNICATION] == pytest.approx(0.9) and sum(shares.values()) == pytest.approx(1)

@@ -228,6 +228,21 @@ def test_text_of_a_folder_moves_no_cursor(tmp_path, capsys):
     assert all("?[2J" in text and "\x1b" not in text for text in texts)
 
 
+@pytest.mark.parametrize("time_s", ["1e308", "NaN", '"x"', "null"])
+def test_times_that_cannot_be_are_no_end_of_status(tmp_path, capsys, time_s):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 3, "loss": 1.0, "time": {time_s}}}\n')
+    assert metrics.read_last_rows(tmp_path).train
+    code, text = printed(capsys, status.main, tmp_path)
+    assert code == 0 and "step      3" in text
+
+
+def test_a_ledger_from_the_beginning_of_time_needs_no_rows(tmp_path, capsys):
+    life = ledger.Life(0.0, written=2.0, ended=True, first=0, step=7, buckets={"step": 2.0})
+    (tmp_path / "ledger.json").write_text(json.dumps({"lives": [vars(life)]}))
+    code, text = printed(capsys, status.main, tmp_path)
+    assert code == 0 and "step      7" in text
+
+
 def test_the_next_save_is_by_what_this_start_has_chosen(tmp_path):
     ended = make_run(tmp_path, steps=10, stop="", config={"checkpoint.interval": "auto"})
     with closing(metrics.MetricsWriter(tmp_path, clock=lambda: ended)) as writer:
