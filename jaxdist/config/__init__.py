@@ -33,7 +33,8 @@ class ConfigError(ValueError):
 
 def exit_code_of(error: BaseException) -> int:
     """Returns what a process ends with for an error that nobody caught."""
-    return getattr(error, "exit_code", 1)
+    code = getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1  # a user's class may mean something else by it
 
 
 def quiet_pipe(main: Callable[[], int]) -> int:

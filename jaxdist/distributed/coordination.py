@@ -185,13 +185,18 @@ def raise_on_all() -> Iterator[None]:
     except jax.errors.JaxRuntimeError:  # a process was lost meanwhile
         if own is None and not errors:
             raise
-    if own is not None or errors:
-        raise own or _of_peer(min(errors), errors[min(errors)])
+    if own is not None:
+        raise own
+    if errors:
+        raise _of_peer(min(errors), errors[min(errors)])
 
 
 def _line(error: Exception) -> str:
     """Returns the first line of an error; with its type and place, unless it is the user's."""
-    first = str(error).partition("\n")[0]
+    try:
+        first = str(error).partition("\n")[0]
+    except Exception:  # of a user's class; those who wait are to hear of it all the same
+        first = "(its text cannot be had)"
     if exit_code_of(error) != EXIT_CONFIG:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

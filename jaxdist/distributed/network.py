@@ -22,8 +22,11 @@ from jaxdist.telemetry.units import gib_text
 # program that shares memory.
 _NCCL_SHM, _DOCKER_SHM = 2**30, 2**26
 # Process 0 has a connection to each process, and NCCL over TCP one for each channel and peer: 1,024, the
-# default of most systems, is used up by some hundred. A lone machine without GPUs needs no more than that.
+# default of most systems, is used up by some hundred. A machine that is alone needs no more than that.
 _OPEN_FILES, _OPEN_FILES_ALONE = 4096, 1024
+# What NCCL registers of the host's memory is far below this; limits of a share of the memory, as systemd and
+# sites set them, are far above, the kernel's and docker's of at most 64 MiB far below.
+_NCCL_LOCKED = 2**32
 _MAX_CLOCK_ERROR_S = 1.0  # as between machines, see `resilience/preflight.py`
 
 
@@ -135,12 +138,12 @@ def _nccl_interface(node: _Node) -> Found:
 
 
 def _nccl_interface_unset(node: _Node) -> Found:
-    """NCCL takes those named ib*, else all but docker*, lo and virbr*."""
+    """NCCL takes those named ib*, else all but docker*, lo and virbr*; beside RDMA cards the first alone."""
     if not node.talks_to_hosts or len(node.nccl.get("NCCL_SOCKET_IFNAME", ("", ""))[0]) > 1:
         return
     skipped = ("docker", "lo", "virbr")
     taken = [i for i in node.interfaces if i.is_up and not i.name.startswith(skipped)]
-    virtual = [i.name for i in taken if i.is_virtual]
+    virtual = [i.name for i in (taken[:1] if node.rdma else taken) if i.is_virtual]
     cards = [i.name for i in taken if not i.is_virtual]
     if virtual and cards and not any(i.name.startswith("ib") for i in taken):
         yield (
@@ -195,14 +198,14 @@ def _nccl_plugin(node: _Node) -> Found:
 
 
 def _ib_port(node: _Node) -> Found:
-    """A device with one active port is in order. Ethernet cards may be unused: not one among its like."""
+    """A card with one active port is in order. Ethernet cards may be unused: not one among its like."""
     active = [port for port in node.ports if port.state.startswith("4:")]
-    working = {port.device for port in active}
+    working = {port.slot for port in active}
     boards = {port.board for port in active}
     bad = [
         port
         for port in node.ports
-        if port.device not in working and port.state and (port.layer != "Ethernet" or port.board in boards)
+        if port.slot not in working and port.state and (port.layer != "Ethernet" or port.board in boards)
     ]
     if bad:
         states = ", ".join(f"{port} is {port.state} ({port.physical})" for port in bad[:8])
@@ -244,7 +247,7 @@ def _shm(node: _Node) -> Found:
 
 def _open_files(node: _Node) -> Found:
     limit, hard = node.limits.open_files, node.limits.open_files_hard
-    least = _OPEN_FILES if node.gpus or node.is_one_of_several else _OPEN_FILES_ALONE
+    least = _OPEN_FILES if node.is_one_of_several or node.talks_to_hosts else _OPEN_FILES_ALONE
     if limit is None or limit >= least:
         return
     here = f"`ulimit -n {min(65_536, hard or 65_536)}` before the run"
@@ -258,7 +261,9 @@ def _open_files(node: _Node) -> Found:
 
 def _locked_memory(node: _Node) -> Found:
     limit = node.limits.locked_bytes
-    if node.gpus and node.rdma and limit is not None and not node.may_lock_memory:
+    if limit is None or limit >= _NCCL_LOCKED:
+        return
+    if node.gpus and node.rdma and not node.may_lock_memory:
         yield (
             f"a process may lock {_size(limit)} of memory: RDMA cannot register NCCL's buffers",
             "docker: --ulimit memlock=-1; systemd, so Slurm's slurmd, too: LimitMEMLOCK=infinity; "

@@ -103,6 +103,7 @@ class Port(NamedTuple):
     rate: float  # Gbit/s; 0: unknown
     layer: str  # InfiniBand, Ethernet; Unspecified for EFA
     board: str  # kind of card
+    slot: str  # which card: its ports may be devices of their own
 
     def __str__(self) -> str:
         return f"{self.device} port {self.number}"
@@ -111,7 +112,8 @@ class Port(NamedTuple):
 class Interface(NamedTuple):
     name: str
     is_up: bool
-    is_virtual: bool  # of no card: a bridge, a tunnel, a container's end
+    is_virtual: bool  # of no card: a bridge, a tunnel, a container's end; but for that of the default route
+    number: int  # the kernel's and NCCL's order
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,13 @@ class Machine:
         ids = f"{self.read(f'{at}/device/vendor')} {self.read(f'{at}/device/device')}"
         gbits = re.match(r"(\d{1,6}(\.\d{1,3})?) Gb/sec", rate)
         board = self.read(f"{at}/board_id") or ids
-        return Port(card, number, state, physical, float(gbits[1]) if gbits else 0.0, layer, board)
+        slot = re.sub(r"\.\d$", "", os.path.realpath(self.at(f"{at}/device")))  # without the PCI function
+        return Port(card, number, state, physical, float(gbits[1]) if gbits else 0.0, layer, board, slot)
 
     @functools.cached_property
     def interfaces(self) -> list[Interface]:
-        return [self._interface(name) for name in self.names("/sys/class/net")]
+        found = [self._interface(name) for name in self.names("/sys/class/net")]
+        return sorted(found, key=lambda interface: interface.number)
 
     def _interface(self, name: str) -> Interface:
         at = f"/sys/class/net/{name}"
@@ -191,7 +195,11 @@ class Machine:
         parts = self.names(at)
         is_above_a_card = "bridge" not in parts and any(part.startswith("lower_") for part in parts)
         is_virtual = "/devices/virtual/" in os.path.realpath(self.at(at)) and "bonding" not in parts
-        return Interface(name, bool(is_up), is_virtual and not is_above_a_card)
+        routes = (line.split() for line in self.read("/proc/net/route").splitlines())
+        is_way_out = any(words[:2] == [name, "00000000"] for words in routes)  # of a pod, its veth
+        number = re.fullmatch(r"\d{1,9}", self.read(f"{at}/ifindex"))
+        is_virtual = is_virtual and not is_above_a_card and not is_way_out
+        return Interface(name, bool(is_up), is_virtual, int(number[0]) if number else 0)
 
     @functools.cached_property
     def nccl(self) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ AGENT = [sys.executable, "-m", "jaxdist.launch", "--processes", "3", "--devices-
 
 THREE = """
 import jax
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, exit_code_of
 from jaxdist.distributed import coordination, initialize
 initialize.join_processes()
 me = jax.process_index()
@@ -42,6 +42,12 @@ shared.begin()
 shared.wait(key="second", timeout_ms=20_000)
 class NoCheckpoint(Exception):
     exit_code = 77
+class Odd(Exception):
+    exit_code = "E17"
+    def __str__(self):
+        raise TypeError
+    def __len__(self):
+        return 0
 def raised(errors, *, alone=()):
     "Returns the kind, exit code and text of what this process gets, and a value that all still agree on."
     try:
@@ -52,7 +58,7 @@ def raised(errors, *, alone=()):
                 raise errors[me]
         got = None
     except Exception as error:
-        got = type(error).__name__, getattr(error, "exit_code", 1), str(error)
+        got = type(error).__name__, exit_code_of(error), "" if isinstance(error, Odd) else str(error)
     return got, coordination.broadcast(me)
 facts += [
     raised({}),
@@ -60,6 +66,7 @@ facts += [
     raised({2: ConfigError("wrong here")}),
     raised({1: OSError(28, "No space left"), 2: ValueError("later")}, alone=[0, 2]),
     raised({0: NoCheckpoint("none\\nat all")}),
+    raised({1: Odd()}),
 ]
 print("facts:", facts)
 """
@@ -75,14 +82,14 @@ def test_three_processes_agree():
     facts = [eval(line.partition("facts: ")[2]) for line in lines]
     common = ["", "process 1: bad 1", "bad 0", [], {0: 10, 1: 11, 2: 12}]
     fail = "process 1: disk full"
-    assert [found[:-5] for found in facts] == [
+    assert [found[:-6] for found in facts] == [
         [{"me": 0, "x": 0.1}, {0: 0, 1: 1, 2: 2}, *common, fail],
         [{"me": 0, "x": 0.1}, True, *common],
         [{"me": 0, "x": 0.1}, True, *common, fail],
     ]
-    assert {value for found in facts for _, value in found[-5:]} == {0}
-    none, fault, elsewhere, error, stored = zip(
-        *([got for got, _ in found[-5:]] for found in facts), strict=True
+    assert {value for found in facts for _, value in found[-6:]} == {0}
+    none, fault, elsewhere, error, stored, odd = zip(
+        *([got for got, _ in found[-6:]] for found in facts), strict=True
     )
     assert none == (None, None, None)
     told = ("ConfigError", 78, "process 0: wrong")
@@ -94,6 +101,10 @@ def test_three_processes_agree():
     assert re.fullmatch(line, error[0][2]) and error[1] == ("OSError", 1, "[Errno 28] No space left")
     assert stored[0] == ("NoCheckpoint", 77, "none\nat all") and stored[1] == stored[2]
     assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith("process 0: NoCheckpoint: none (")
+    assert odd[1] == ("Odd", 1, "") and odd[0] == odd[2]
+    assert odd[0][:2] == ("PeerFailed", 70) and odd[0][2].startswith(
+        "process 1: Odd: (its text cannot be had)"
+    )
 
 
 def test_a_lone_process_agrees_with_itself():

@@ -29,10 +29,12 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def add_interface(root: Path, name: str, *, virtual: bool, state: str = "up", flags: str = "0x1003") -> None:
-    """As sysfs has it: a link into the devices, virtual ones below devices/virtual."""
+    """As sysfs has it: a link into the devices, virtual ones below devices/virtual; numbered."""
     home = "devices/virtual/net" if virtual else "devices/pci0000:00/0000:00:03.0/net"
     write(root, {f"sys/{home}/{name}/operstate": f"{state}\n", f"sys/{home}/{name}/flags": f"{flags}\n"})
     (root / "sys/class/net").mkdir(parents=True, exist_ok=True)
+    number = len(list((root / "sys/class/net").iterdir())) + 1
+    write(root, {f"sys/{home}/{name}/ifindex": f"{number}\n"})
     (root / "sys/class/net" / name).symlink_to(f"../../{home}/{name}")
 
 
@@ -172,10 +174,28 @@ def test_no_interface_is_named_among_virtual_ones(tmp_path):
     (tmp_path / "sys/class/net/vlan7/lower_eth0").mkdir()
     assert checks(tmp_path) == {}  # NCCL leaves out the first two, the third is down, the others have cards
     add_interface(tmp_path, "tailscale0", virtual=True, state="unknown")
+    assert checks(tmp_path) == {}  # with RDMA processes only meet there, over the first
+    write(tmp_path, {"sys/devices/virtual/net/tailscale0/ifindex": "1\n"})
     text = checks(tmp_path)["nccl-interface-unset"]
-    assert "may take tailscale0" in text and text.endswith("what joins them: bond0, eth0, vlan7")
+    assert "may take tailscale0" in text and text.endswith("what joins them: eth0, bond0, vlan7")
     add_interface(tmp_path, "ib0", virtual=False)  # NCCL takes it first
     assert checks(tmp_path) == {}
+
+
+def test_over_tcp_nccl_sends_over_all_interfaces(tmp_path):
+    add_interface(machine(tmp_path), "veth5f", virtual=True)
+    assert "may take veth5f" in checks(tmp_path, SLURM)["nccl-interface-unset"]
+
+
+def test_the_way_out_of_a_pod_is_virtual_and_reaches_others(tmp_path):
+    machine(tmp_path, cards=1)
+    (tmp_path / "sys/class/net/eth0").rename(tmp_path / "sys/class/net/eth1")
+    add_interface(tmp_path, "eth0", virtual=True)
+    write(tmp_path, {"sys/devices/virtual/net/eth0/ifindex": "1\n"})
+    assert "nccl-interface-unset" in checks(tmp_path, SLURM)
+    route = "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+    write(tmp_path, {"proc/net/route": f"Iface\tDestination\tGateway\tFlags\n{route}"})
+    assert checks(tmp_path, SLURM) == {}
 
 
 def test_a_pod_has_virtual_interfaces_alone(tmp_path):
@@ -242,6 +262,12 @@ def test_ports_that_are_not_active(tmp_path):
     )  # not in use
     at = "sys/class/infiniband/mlx5_1/ports/2"  # the second port of a card whose first is active
     write(tmp_path, {f"{at}/{name}": text for name, text in down.items()})
+    pci = tmp_path / "sys/devices/pci0000:5d/0000:5e:00"  # one whose second port is a device of its own
+    pci.parent.mkdir(parents=True)
+    for name, function, state in (("mlx5_6", 0, {}), ("mlx5_7", 1, down)):
+        add_card(tmp_path, name, "200 Gb/sec (4X HDR)\n", "MT_43", **state)
+        device = tmp_path / f"sys/class/infiniband/{name}/device"
+        device.symlink_to(device.rename(f"{pci}.{function}"))
     (said,) = checks(tmp_path).items()
     text = "not active: mlx5_2 port 1 is 1: DOWN (2: Polling), mlx5_3 port 1 is 2: INIT (5: LinkUp); "
     assert said[0] == "ib-port" and text in said[1]
@@ -299,12 +325,17 @@ def test_shared_memory(tmp_path, gpus, size, free, said):
 )
 def test_open_files(tmp_path, gpus, soft, hard, said):
     limits = replace(SOUND, open_files=soft, open_files_hard=hard)
-    found = checks(machine(tmp_path, gpus), limits=limits)
+    found = checks(machine(tmp_path / "cards", gpus, cards=gpus), limits=limits)
     assert (said is None) == (not found) and (said or "") in found.get("open-files", "")
+    alone = checks(machine(tmp_path / "alone", gpus), limits=limits)
+    assert (soft < 1024) == ("open-files" in alone)
 
 
 def test_memory_that_cannot_be_locked(tmp_path):
     limits = replace(SOUND, locked_bytes=8 << 20)
+    assert (
+        checks(machine(tmp_path / "an eighth", cards=1), limits=replace(SOUND, locked_bytes=32 * GIB)) == {}
+    )
     assert "may lock 8 MiB" in checks(machine(tmp_path, cards=1), limits=limits)["locked-memory"]
     write(tmp_path, {"proc/self/status": "CapEff:\t0000003fffffffff\n"})  # root, outside a container
     assert checks(tmp_path, limits=limits) == {}

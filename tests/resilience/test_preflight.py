@@ -155,7 +155,6 @@ def test_without_a_row_devices_are_compared_with_each_other_alone():
          "NCCL_DEBUG=INFO"),
         (Row("H100 SXM", "NVLink", 450e9), 50e9, "9.0 x below the 450 GB/s of the table's NVLink row",
          "nvidia-smi nvlink"),
-        (Row("L4", "PCIe", 32e9), 8e9, "4.0 x below the 32 GB/s of the table's PCIe row", "nvidia-smi topo"),
         (Row("TPU v5p", "ICI", 540e9), 180e9, "3.0 x below the 540 GB/s of the table's ICI row", "health"),
         (Row("TPU v5p", "DCN", 6.25e9), 1e9, "6.2 x below the 6.25 GB/s of the table's DCN row", "MTU"),
     ],
@@ -183,6 +182,14 @@ def test_the_host_whose_all_reduce_is_slow_is_named():
         "300 GB/s a device, 67% of the 450 GB/s of the table's NVLink, 38% of the median, in process 2"
         in slow
     )
+
+
+def test_over_pcie_hosts_are_compared_with_each_other_alone():
+    row = Row("L4", "PCIe", 32e9)
+    lines = ["  all-reduce inside each host: 8 GB/s a device, 25% of the 32 GB/s of the table's PCIe"]
+    assert preflight.reduce_lines(Reduced("inside each host", {0: 8e9, 1: 9e9}, row)) == (lines, [])
+    _, (slow,) = preflight.reduce_lines(Reduced("inside each host", {0: 8e9, 1: 8e9, 2: 2e9}, row))
+    assert "25% of the median, in process 2: check `nvidia-smi topo" in slow
 
 
 def test_clocks_that_are_certainly_too_far_apart_are_named():
