@@ -53,7 +53,9 @@ class _Node(Machine):
 
     @property
     def is_one_of_several(self) -> bool:
-        return self.cluster.number > 1
+        """Whether other machines have processes of the run."""
+        is_alone = self.cluster.launcher == "Slurm" and self.environ.get("SLURM_STEP_NUM_NODES") == "1"
+        return self.cluster.number > 1 and not is_alone and not _is_loopback(self.cluster.host)
 
     @property
     def talks_to_hosts(self) -> bool:
@@ -154,12 +156,12 @@ def _nccl_interface_unset(node: _Node) -> Found:
 
 
 def _rdma_missing(node: _Node) -> Found:
-    if node.gpus and node.is_one_of_several and not node.rdma and node.plugin is None:
+    cards = node.rdma_cards
+    if node.gpus and node.is_one_of_several and cards and not node.rdma and node.plugin is None:
         yield (
-            "no RDMA card has a driver (/sys/class/infiniband), and NCCL has no network plugin: it sends to "
-            "other hosts over TCP",
-            "install the driver of the RDMA card (`ibv_devinfo` then lists it), or the cloud's NCCL plugin; "
-            "nothing, if this network is Ethernet alone",
+            f"RDMA cards ({_few(cards)}) have no driver (/sys/class/infiniband), and NCCL has no network "
+            f"plugin: it sends to other hosts over TCP",
+            "install the driver (`ibv_devinfo` then lists the cards), or the cloud's NCCL plugin",
         )
 
 
@@ -287,9 +289,8 @@ def _clock(node: _Node) -> Found:
 def _hostname_loopback(node: _Node) -> Found:
     """Only collectives of CPUs (gloo) listen on what the name resolves to."""
     name, address = node.own_address
-    elsewhere = node.is_one_of_several and not _is_loopback(node.cluster.host)
     is_cpu = not node.gpus and node.cluster.launcher != "a multi-host TPU"
-    if elsewhere and is_cpu and _is_loopback(address):
+    if node.is_one_of_several and is_cpu and _is_loopback(address):
         yield (
             f"/etc/hosts says that {name}, this machine, is {address}: collectives of CPUs listen there, and "
             f"no other host reaches them",

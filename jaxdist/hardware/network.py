@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from jaxdist.hardware.chips import platform_of
 
-_AMAZON = "0x1d0f"  # its PCI vendor id
+_AMAZON, _MELLANOX = "0x1d0f", "0x15b3"  # their PCI vendor ids
+_NETWORK, _INFINIBAND = "0x02", "0x0207"  # PCI classes
+_PCI = "/sys/bus/pci/devices"
 _STA_UNSYNC = 0x40
 _IPC_LOCK = 14  # the bit of CAP_IPC_LOCK
 _LIBRARIES = ("lib", "usr/lib", "lib64", "usr/lib64")  # where a loader looks in any case
@@ -92,7 +94,7 @@ def kernel_clock() -> KernelClock | None:
             return None
     except (OSError, AttributeError):  # no Linux
         return None
-    return KernelClock(not timex.status & 0x40, timex.max_error / 1e6)  # STA_UNSYNC; microseconds
+    return KernelClock(not timex.status & _STA_UNSYNC, timex.max_error / 1e6)  # microseconds
 
 
 class Port(NamedTuple):
@@ -162,9 +164,19 @@ class Machine:
     @functools.cached_property
     def efa_cards(self) -> list[str]:
         """EFA cards on the PCI bus, with a driver or without."""
-        pci = "/sys/bus/pci/devices"
-        cards = [name for name in self.names(pci) if self.read(f"{pci}/{name}/vendor") == _AMAZON]
-        return [name for name in cards if self.read(f"{pci}/{name}/device").startswith("0xefa")]
+        cards = [name for name in self.names(_PCI) if self.read(f"{_PCI}/{name}/vendor") == _AMAZON]
+        return [name for name in cards if self.read(f"{_PCI}/{name}/device").startswith("0xefa")]
+
+    @functools.cached_property
+    def rdma_cards(self) -> list[str]:
+        """InfiniBand cards, and all of Mellanox, on the PCI bus, with a driver or without."""
+        kinds = {name: self.read(f"{_PCI}/{name}/class") for name in self.names(_PCI)}
+        return [
+            name
+            for name, kind in kinds.items()
+            if kind.startswith(_INFINIBAND)
+            or (kind.startswith(_NETWORK) and self.read(f"{_PCI}/{name}/vendor") == _MELLANOX)
+        ]
 
     @functools.cached_property
     def ports(self) -> list[Port]:

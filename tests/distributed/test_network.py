@@ -137,7 +137,7 @@ def test_one_gpu_and_no_card_have_nothing_to_turn_off(tmp_path):
     machine(tmp_path, gpus=1)
     environ = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
     assert checks(tmp_path, environ) == {}
-    assert set(checks(tmp_path, environ | SLURM)) == {"nccl-socket", "rdma-missing"}
+    assert set(checks(tmp_path, environ | SLURM)) == {"nccl-socket"}
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,29 @@ def test_a_pod_has_virtual_interfaces_alone(tmp_path):
 
 def test_several_hosts_without_rdma(tmp_path):
     machine(tmp_path)
+    assert checks(tmp_path, SLURM) == {}  # a network of Ethernet alone
+    write(tmp_path, {"sys/bus/pci/devices/0000:5e:00.0/class": "0x020000\n"})
+    write(tmp_path, {"sys/bus/pci/devices/0000:5e:00.0/vendor": MELLANOX})
     assert checks(tmp_path) == {}  # a lone one needs none
-    assert "over TCP" in checks(tmp_path, SLURM)["rdma-missing"]
+    assert "cards (0000:5e:00.0) have no driver" in checks(tmp_path, SLURM)["rdma-missing"]
     assert checks(tmp_path, SLURM | add_plugin(tmp_path, "usr/local/tcpx/lib64")) == {}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        SLURM | {"SLURM_STEP_NODELIST": "gpu02", "SLURM_STEP_NUM_NODES": "1"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "gpu02", "MASTER_PORT": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+    ],
+)
+def test_several_processes_of_one_machine_need_no_network(tmp_path, environ):
+    machine(tmp_path)
+    write(tmp_path, {"sys/bus/pci/devices/0000:5e:00.0/class": "0x020700\n"})
+    environ = environ | {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}  # as docs/launch.md has it for one
+    limits = replace(SOUND, open_files=1024)
+    assert checks(tmp_path, environ, limits) == {}
+    assert len(checks(tmp_path, environ | SLURM | {"SLURM_STEP_NUM_NODES": "4"}, limits)) == 4
 
 
 def test_a_container_that_was_not_given_the_cards(tmp_path):
