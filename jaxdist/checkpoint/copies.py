@@ -12,6 +12,7 @@ import contextlib
 import errno
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -131,12 +132,14 @@ class Copies:
 
         What has its place there goes to quarantine. Args and errors: as `download`.
         """
-        size = self.download(step, folder, run=run, say=say)
-        self.place(step, folder)
+        source, size = self.download(step, folder, run=run, say=say)
+        self.place(source, folder)
         return size
 
-    def download(self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]) -> int:
-        """Gets a step's files, compares them with what was sealed and returns their bytes; see `place`.
+    def download(
+        self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
+    ) -> tuple[Path, int]:
+        """Gets a step's files, compares them with what was sealed; returns where they are, and their bytes.
 
         Args:
           run: the identity that it must have; None: any.
@@ -148,12 +151,13 @@ class Copies:
           Exception: any of the store's client, or of the disk.
         """
         shutil.rmtree(folder / _FETCHING, ignore_errors=True)  # of a start that was killed
-        target = folder / _FETCHING / str(step)
+        # A name of its own: a download that was given up may end later, and deletes what it has.
+        target = folder / _FETCHING / secrets.token_hex(8) / str(step)
         target.mkdir(parents=True)
         try:
-            return self._download(step, folder, target, run, say)
+            return target, self._download(step, folder, target, run, say)
         except BaseException as error:
-            shutil.rmtree(folder / _FETCHING, ignore_errors=True)
+            _remove_partial(target)
             if isinstance(error, _NO_FILE):
                 raise CheckpointError(f"its files cannot all be fetched: {error}") from error
             raise
@@ -173,18 +177,22 @@ class Copies:
         if (free := shutil.disk_usage(folder).free) < size:
             raise ConfigError(f"{folder}: step {step} of {self.url} has {size:,} bytes, {free:,} are free")
         for name in manifest.files:
+            if self.abandoned:  # what it says would count as progress
+                raise Abandoned(self.url)
             say(f"fetching {self.url} step {step}: {name}")
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             self._get(self._path(step, name), target / name)
-        integrity.check(folder / _FETCHING, step)
+        integrity.check(target.parent, step)
         return size
 
-    def place(self, step: int, folder: Path) -> None:
-        """Puts what was downloaded among the steps of `folder`."""
-        if (folder / str(step)).exists():
-            folders.quarantine(folder, step, f"not sound; its copy in {self.url} has taken its place")
-        os.replace(folder / _FETCHING / str(step), folder / str(step))
-        shutil.rmtree(folder / _FETCHING, ignore_errors=True)
+    def place(self, source: Path, folder: Path) -> None:
+        """Puts the step that was downloaded to `source` among those of `folder`."""
+        target = folder / source.name
+        if target.exists():
+            reason = f"not sound; its copy in {self.url} has taken its place"
+            folders.quarantine(folder, int(source.name), reason)
+        os.replace(source, target)
+        _remove_partial(source)
 
     def fetch_beside(self, files: Iterable[Path]) -> None:
         """Gets those of the files beside the steps that are not here and that the store has."""
@@ -256,6 +264,12 @@ class Copies:
             finally:
                 self._called_at = None
             time.sleep(delay_s)
+
+
+def _remove_partial(step: Path) -> None:
+    shutil.rmtree(step.parent, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another download is there
+        step.parent.parent.rmdir()
 
 
 class _Signs(fsspec.Callback):

@@ -41,10 +41,10 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
         return
     place = workdir.checkpoints_folder(folder, config)
     try:
-        own = manifest.identity(place, create=False, own=workdir.own_identity(folder))
-    except CheckpointError:  # another run's folder: opening it says so
-        return
-    try:
+        try:
+            own = manifest.identity(place, create=False, own=workdir.own_identity(folder))
+        except CheckpointError:  # another run's folder: opening it says so
+            return
         copies = Copies(config.checkpoint.copy_to)
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as is_ours:
@@ -159,17 +159,17 @@ class _Fetcher:
     def _fetch(self, step: int, why: str) -> bool:
         self._tried.add(step)
 
-        def download(copies: Copies) -> int:
+        def download(copies: Copies) -> tuple[Path, int]:
             return copies.download(step, self._place, run=self._run, say=self._say)
 
         try:
-            size = self._answer(download)
+            source, size = self._answer(download)
         except CheckpointError as error:
             bad = _of_copies(self._url, {step: str(error)})
             _write_events(self._folder, self._url, bad)
             self._say(f"checkpoint {step} cannot be used: {bad[step]}")
             return False
-        Copies(self._url).place(step, self._place)
+        Copies(self._url).place(source, self._place)
         _write_events(self._folder, self._url, {}, step, size)
         self._say(f"fetched step {step} from {self._url} ({gib_text(size)}): {why}")
         return True

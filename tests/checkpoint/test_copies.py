@@ -524,6 +524,33 @@ def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(saved, u
     assert folders.list_steps(saved) == [1, 2] and not (saved / module._FETCHING).exists()
 
 
+def test_a_download_that_was_given_up_does_not_delete_the_next_one(saved, url, monkeypatch):
+    """It wakes up while the next one is under way, and cleans up behind itself."""
+    store, over = Copies(url)._fs, threading.Event()
+    get_file, cleaned = store.get_file, []
+
+    def hanging(source, target, **options):
+        get_file(source, target, **options)
+        if "/3/state/" in source:
+            over.wait(60)
+        if "/2/state/" in source and not over.is_set():
+            over.set()
+            (thread,) = [t for t in threading.enumerate() if t.name == "fetch of a checkpoint"][:1]
+            thread.join(10)
+            cleaned.append(not thread.is_alive())
+
+    monkeypatch.setattr(store, "get_file", hanging)
+    config = config_with(url, **{"checkpoint.timeout_s": 1})
+    shutil.rmtree(saved / "3")
+    step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+    assert "no answer for 1 s" in lines[-1]
+    told = len(lines)
+    flip_a_bit(saved / "2")
+    assert restored(saved, url, []) == 2 and cleaned == [True]
+    assert len(lines) == told  # a line is a sign of life, here of a start that is over
+    assert events_of(saved.parent, "checkpoint_fetched") == [2] and not (saved / module._FETCHING).exists()
+
+
 @pytest.mark.parametrize("undone", [False, True])
 def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(saved, url, undone):
     if undone:
