@@ -160,7 +160,7 @@ def raise_on_all() -> Iterator[None]:
     """Raises on all processes where the body raises on any, so that none waits for one that has gone.
 
     Raises:
-      Exception: where the body raised it.
+      Exception, SystemExit: where the body raised it.
       ConfigError, PeerFailed: elsewhere; they name the first such process and the first line of its error.
     """
     global _numbers
@@ -168,10 +168,10 @@ def raise_on_all() -> Iterator[None]:
         yield
         return
     board, number = Board("raised"), next(_numbers)
-    own: Exception | None = None
+    own: Exception | SystemExit | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = error
     errors: dict[int, Any] = {}
     try:
@@ -191,7 +191,7 @@ def raise_on_all() -> Iterator[None]:
         raise _of_peer(min(errors), errors[min(errors)])
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """Returns the first line of an error; with its type and place, unless it is the user's."""
     try:
         first = str(error).partition("\n")[0]

@@ -22,8 +22,9 @@ from jaxdist.telemetry.units import gib_text
 # program that shares memory.
 _NCCL_SHM, _DOCKER_SHM = 2**30, 2**26
 # Process 0 has a connection to each process, and NCCL over TCP one for each channel and peer: 1,024, the
-# default of most systems, is used up by some hundred. A machine that is alone needs no more than that.
-_OPEN_FILES, _OPEN_FILES_ALONE = 4096, 1024
+# default of most systems, is used up by some hundred. Fewer processes without GPUs need no more than that,
+# nor does a machine that is alone.
+_OPEN_FILES, _OPEN_FILES_OF_FEW, _FEW = 4096, 1024, 100
 # What NCCL registers of the host's memory is far below this; limits of a share of the memory, as systemd and
 # sites set them, are far above, the kernel's and docker's of at most 64 MiB far below.
 _NCCL_LOCKED = 2**32
@@ -186,7 +187,8 @@ def _efa_driver(node: _Node) -> Found:
 def _nccl_plugin(node: _Node) -> Found:
     if not node.talks_to_hosts or node.plugin:
         return
-    path = f"LD_LIBRARY_PATH={node.plugin_folders[0]}:$LD_LIBRARY_PATH" if node.plugin_folders else ""
+    folders = [folder for folder in node.plugin_folders if node.efa or "ofi-nccl" not in folder]
+    path = f"LD_LIBRARY_PATH={folders[0]}:$LD_LIBRARY_PATH" if folders else ""
     asked = "".join(node.nccl.get("NCCL_NET_PLUGIN", ("", "")))
     if node.efa:
         what = f"NCCL_NET_PLUGIN={asked}" if asked else "libnccl-net.so of aws-ofi-nccl"
@@ -194,7 +196,7 @@ def _nccl_plugin(node: _Node) -> Found:
         yield fault, f"{path or 'install aws-ofi-nccl'}; NCCL_DEBUG=INFO then says NET/OFI"
     elif path:
         yield (
-            f"NCCL's network plugin lies in {node.plugin_folders[0]}, where the loader does not look",
+            f"NCCL's network plugin lies in {folders[0]}, where the loader does not look",
             f"{path}, and what its installer says to set",
         )
 
@@ -249,7 +251,8 @@ def _shm(node: _Node) -> Found:
 
 def _open_files(node: _Node) -> Found:
     limit, hard = node.limits.open_files, node.limits.open_files_hard
-    least = _OPEN_FILES if node.is_one_of_several or node.talks_to_hosts else _OPEN_FILES_ALONE
+    is_few = node.cluster.number <= _FEW and not node.talks_to_hosts
+    least = _OPEN_FILES_OF_FEW if is_few else _OPEN_FILES
     if limit is None or limit >= least:
         return
     here = f"`ulimit -n {min(65_536, hard or 65_536)}` before the run"

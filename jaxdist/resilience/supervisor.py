@@ -285,7 +285,11 @@ class Supervisor:
     def _capacity(self) -> int:
         slots, most = len(self.slots), self._most or len(self.slots)
         try:
-            return min(self._read_capacity(), most)
+            try:
+                return min(self._read_capacity(), most)
+            except ValueError:  # a moment later one that was being written is whole
+                self._sleep(1.0)
+                return min(self._read_capacity(), most)
         except (OSError, ValueError) as error:
             file = self.options.capacity_file
             self.say(f"--capacity-file {file}: no whole number there ({error}); taking {min(slots, most)}")

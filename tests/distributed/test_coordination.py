@@ -57,7 +57,7 @@ def raised(errors, *, alone=()):
             if me in errors:
                 raise errors[me]
         got = None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         got = type(error).__name__, exit_code_of(error), "" if isinstance(error, Odd) else str(error)
     return got, coordination.broadcast(me)
 facts += [
@@ -67,6 +67,7 @@ facts += [
     raised({1: OSError(28, "No space left"), 2: ValueError("later")}, alone=[0, 2]),
     raised({0: NoCheckpoint("none\\nat all")}),
     raised({1: Odd()}),
+    raised({1: SystemExit(3)}),
 ]
 print("facts:", facts)
 """
@@ -82,14 +83,14 @@ def test_three_processes_agree():
     facts = [eval(line.partition("facts: ")[2]) for line in lines]
     common = ["", "process 1: bad 1", "bad 0", [], {0: 10, 1: 11, 2: 12}]
     fail = "process 1: disk full"
-    assert [found[:-6] for found in facts] == [
+    assert [found[:-7] for found in facts] == [
         [{"me": 0, "x": 0.1}, {0: 0, 1: 1, 2: 2}, *common, fail],
         [{"me": 0, "x": 0.1}, True, *common],
         [{"me": 0, "x": 0.1}, True, *common, fail],
     ]
-    assert {value for found in facts for _, value in found[-6:]} == {0}
-    none, fault, elsewhere, error, stored, odd = zip(
-        *([got for got, _ in found[-6:]] for found in facts), strict=True
+    assert {value for found in facts for _, value in found[-7:]} == {0}
+    none, fault, elsewhere, error, stored, odd, left = zip(
+        *([got for got, _ in found[-7:]] for found in facts), strict=True
     )
     assert none == (None, None, None)
     told = ("ConfigError", 78, "process 0: wrong")
@@ -101,6 +102,8 @@ def test_three_processes_agree():
     assert re.fullmatch(line, error[0][2]) and error[1] == ("OSError", 1, "[Errno 28] No space left")
     assert stored[0] == ("NoCheckpoint", 77, "none\nat all") and stored[1] == stored[2]
     assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith("process 0: NoCheckpoint: none (")
+    assert left[1] == ("SystemExit", 1, "3")
+    assert left[0] == left[2] and left[0][2].startswith("process 1: SystemExit: 3 (")
     assert odd[1] == ("Odd", 1, "") and odd[0] == odd[2]
     assert odd[0][:2] == ("PeerFailed", 70) and odd[0][2].startswith(
         "process 1: Odd: (its text cannot be had)"

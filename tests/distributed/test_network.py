@@ -265,6 +265,11 @@ def test_efa_without_its_plugin(tmp_path, name):
     assert checks(tmp_path, {"NCCL_NET_PLUGIN": "ofi"}) == {}
 
 
+def test_the_plugin_of_efa_is_of_no_use_without_efa(tmp_path):
+    add_plugin(machine(tmp_path))  # as images of AWS have it
+    assert checks(tmp_path, SLURM) == {}
+
+
 def test_a_plugin_of_google_cloud_that_the_loader_does_not_find(tmp_path):
     machine(tmp_path, cards=1)
     environ = add_plugin(tmp_path, "usr/local/gib/lib64")
@@ -349,6 +354,13 @@ def test_open_files(tmp_path, gpus, soft, hard, said):
     assert (said is None) == (not found) and (said or "") in found.get("open-files", "")
     alone = checks(machine(tmp_path / "alone", gpus), limits=limits)
     assert (soft < 1024) == ("open-files" in alone)
+
+
+@pytest.mark.parametrize(("processes", "enough"), [("100", True), ("101", False)])
+def test_open_files_of_many_processes_without_gpus(tmp_path, processes, enough):
+    machine(tmp_path, gpus=0)
+    found = checks(tmp_path, SLURM | {"SLURM_NTASKS": processes}, replace(SOUND, open_files=1024))
+    assert (found == {}) == enough and ("needs 4096" in found.get("open-files", "")) == (not enough)
 
 
 def test_memory_that_cannot_be_locked(tmp_path):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -189,6 +190,24 @@ if size in size_next:
     assert [line for line in said.splitlines() if "starting" in line] == [
         f"starting {n} processes" for n in (3, 2, 4)
     ]
+
+
+def test_a_capacity_file_that_is_being_written_is_read_again(tmp_path):
+    (capacity := tmp_path / "capacity").write_text("1")
+    said: list[str] = []
+    writer = threading.Timer(0.3, lambda: capacity.write_text("2"))
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("lost"):
+            capacity.write_text("")
+            writer.start()
+
+    text = "if gang() == 1: write_step(1); kill_me()"
+    options = SupervisorOptions(script(tmp_path, text), 3, min_processes=1, capacity_file=capacity)
+    assert Supervisor(options, ClusterInfo(), say=say).run() == 0
+    writer.join()
+    assert [line for line in said if "starting" in line] == ["starting 1 processes", "starting 2 processes"]
 
 
 def test_a_process_lost_twice_in_a_row_is_done_without(tmp_path):
