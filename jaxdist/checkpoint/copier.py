@@ -15,6 +15,7 @@ from jaxdist.checkpoint.files import MANIFEST, CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager
 
 _MOST_STUCK = 3  # threads in calls that do not return; then none is added
+_LOOK_S = 1.0  # between looks for such a call at the end
 
 
 class CopyResult(NamedTuple):
@@ -63,6 +64,23 @@ class Copier:
 
     def poll(self) -> list[CopyResult]:
         """Returns the copies that ended since the last call, oldest first, without waiting."""
+        self._give_up_silent()
+        return [self._results.get() for _ in range(self._results.qsize())]
+
+    def finish(self, seconds: float) -> bool:
+        """Waits for what is under way or due, so long at most; returns whether it has ended."""
+        until = time.monotonic() + seconds
+        while True:
+            self._give_up_silent()
+            left_s = until - time.monotonic()
+            with self._state:
+                if self._state.wait_for(lambda: self._idle or self._copies is None, min(left_s, _LOOK_S)):
+                    return self._idle
+            if left_s <= 0:
+                return False
+
+    def _give_up_silent(self) -> None:
+        """Goes on with other steps where the call under way has shown no sign for too long."""
         copies, limit_s = self._copies, self._store.config.timeout_s
         if copies and (silent_s := copies.silent_s()) > limit_s:
             copies.abandoned = True
@@ -77,12 +95,6 @@ class Copier:
             with self._state:
                 self._asked, self._idle = True, False
             self._begin(Copies(self.url))
-        return [self._results.get() for _ in range(self._results.qsize())]
-
-    def finish(self, seconds: float) -> bool:
-        """Waits for what is under way or due, so long at most; returns whether it has ended."""
-        with self._state:
-            return self._state.wait_for(lambda: self._idle or self._copies is None, seconds) and self._idle
 
     def _begin(self, copies: Copies) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]

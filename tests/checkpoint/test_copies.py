@@ -306,6 +306,32 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(here, url, mo
         assert ended(Copier(copies, store)) == [(2, "")] and copies.holds(here, 2)
 
 
+def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(here, url, monkeypatch):
+    copies, over, waiting = Copies(url), threading.Event(), threading.Event()
+    put = copies._fs.put_file
+
+    def put_file(source, target, **options):
+        if "/checkpoints/1/" in target:
+            waiting.set()
+            over.wait(60)
+        put(source, target, **options)
+
+    monkeypatch.setattr(copies._fs, "put_file", put_file)
+    write_step(here, 1)
+    with CheckpointManager(here, replace(CONFIG, timeout_s=1)) as store:
+        copier = Copier(copies, store)
+        assert waiting.wait(10)
+        write_step(here, 2)
+        copier.wake()
+        assert copier.finish(30)
+        (stuck, last) = copier.poll()
+        assert (
+            stuck.step == 1 and "has shown no sign for" in stuck.error and (last.step, last.error) == (2, "")
+        )
+        over.set()
+        copier._threads[0].join(10)
+
+
 def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypatch):
     over, errors = threading.Event(), []
     with monkeypatch.context() as patch:
