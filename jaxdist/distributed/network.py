@@ -202,14 +202,18 @@ def _nccl_plugin(node: _Node) -> Found:
 
 
 def _ib_port(node: _Node) -> Found:
-    """A card with one active port is in order. Ethernet cards may be unused: not one among its like."""
+    """A card with one active port is in order. Ethernet cards, and all of a lone machine, may be unused: not
+    one among its like.
+    """
     active = [port for port in node.ports if port.state.startswith("4:")]
     working = {port.slot for port in active}
     boards = {port.board for port in active}
     bad = [
         port
         for port in node.ports
-        if port.slot not in working and port.state and (port.layer != "Ethernet" or port.board in boards)
+        if port.slot not in working
+        and port.state
+        and (port.board in boards or (node.is_one_of_several and port.layer != "Ethernet"))
     ]
     if bad:
         states = ", ".join(f"{port} is {port.state} ({port.physical})" for port in bad[:8])

@@ -298,6 +298,15 @@ def test_ports_that_are_not_active(tmp_path):
     assert said[0] == "ib-port" and text in said[1]
 
 
+def test_cards_of_a_lone_machine_need_no_cable(tmp_path):
+    machine(tmp_path)
+    for i in range(8):
+        add_card(tmp_path, f"mlx5_{i}", "10 Gb/sec (4X SDR)\n", state="1: DOWN\n", phys_state="2: Polling\n")
+    add_card(tmp_path, "mlx5_8", "100 Gb/sec (4X EDR)\n", "MT_42", link_layer="Ethernet\n")
+    assert checks(tmp_path) == {}
+    assert set(checks(tmp_path, SLURM)) == {"ib-port"}
+
+
 def test_a_roce_port_is_in_use_where_its_like_are(tmp_path):
     machine(tmp_path)
     roce = {"link_layer": "Ethernet\n"}
