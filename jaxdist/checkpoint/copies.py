@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest as integrity
@@ -63,6 +64,11 @@ class Copies:
         self.abandoned = False  # set by who waits no more; the next call of the store is refused then
         self._called_at: float | None = None  # the last sign of the call under way, monotonic seconds
 
+    def is_at(self, place: Path) -> bool:
+        """Returns whether its steps would be those of a folder themselves."""
+        is_local = isinstance(self._fs, LocalFileSystem)
+        return is_local and os.path.realpath(f"{self._root}/{_STEPS}") == os.path.realpath(place)
+
     def silent_s(self) -> float:
         """Returns for how long the call under way has shown no sign; 0 between calls."""
         return 0.0 if (since := self._called_at) is None else time.monotonic() - since
@@ -97,7 +103,7 @@ class Copies:
     def copy(self, folder: Path, step: int, beside: Iterable[Path] = ()) -> int:
         """Copies a step, its manifest last, and the files beside it; returns the step's bytes.
 
-        Whatever has the step's place in the store is deleted before.
+        Another step that has its place in the store is deleted before.
 
         Raises:
           CheckpointError: its manifest is damaged; the store has another run's; a file did not arrive.
@@ -107,7 +113,10 @@ class Copies:
             identity = (folder / integrity.IDENTITY).read_bytes()
             self._call(lambda: self._fs.pipe_file(self._identity, identity))
         manifest = integrity.read_manifest(folder / str(step))
-        if there := self.steps().get(step):
+        there = self.steps().get(step, {})
+        if MANIFEST in there and self.holds(folder, step):  # it may even be this one, by another path
+            return sum(size for size, _ in manifest.files.values())
+        if there:
             self.remove(step, there)
         for name in sorted(manifest.files):
             self._put(folder / str(step) / name, self._path(step, name))

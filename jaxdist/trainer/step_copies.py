@@ -34,8 +34,8 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
     there is one, a store that does not answer, or has nothing sound that is newer, holds up nothing.
 
     Raises:
-      ConfigError: no such store; with no step here, it does not answer or has only damaged steps; the disk
-        cannot be written.
+      ConfigError: no such store, or it is the folder itself; with no step here, it does not answer or has
+        only damaged steps; the disk cannot be written.
     """
     if not config.checkpoint.copy_to:
         return
@@ -46,6 +46,10 @@ def fetch_missing(config: RunConfig, folder: Path, say: Callable[[str], object])
         except CheckpointError:  # another run's folder: opening it says so
             return
         copies = Copies(config.checkpoint.copy_to)
+        if copies.is_at(place):
+            raise ConfigError(
+                f"checkpoint.copy_to={copies.url}: there are the run's own checkpoints; give another place"
+            )
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as is_ours:
             here = _newest_sound(place, own)

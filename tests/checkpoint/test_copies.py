@@ -680,6 +680,15 @@ def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(s
     assert events_of(saved.parent, "checkpoint_fetched") == [2] and 3 not in folders.list_steps(saved)
 
 
+def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
+    """Nor by another path, such as a bucket that is mounted: what has the step's place would be deleted."""
+    (link := tmp_path / "link").symlink_to(saved.parent)
+    with pytest.raises(ConfigError, match="there are the run's own checkpoints"):
+        run(saved.parent, **{"checkpoint.copy_to": f"file://{link}"})
+    assert Copies(f"file://{link}").copy(saved, 3) > 0
+    assert integrity.check(saved, 3) and folders.list_steps(saved) == [1, 2, 3]
+
+
 def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
     (saved.parent / workdir_files.RUN).write_text(f'{{"run": "{integrity.read_identity(saved)}"}}')
     shutil.move(other / "9", other / "3")
