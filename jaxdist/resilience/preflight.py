@@ -5,11 +5,14 @@ with what to check. `python -m jaxdist.resilience.preflight`, on the processes o
 `launch --preflight` starts it.
 """
 
+import contextlib
+import os
 import socket
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +22,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config import EXIT_HANG
 from jaxdist.distributed import coordination, initialize
 from jaxdist.distributed.coordination import ClockOffset
 from jaxdist.hardware import chips
 from jaxdist.hardware.chips import NETWORKS, Chip
 
 _TRIES, _MATMULS, _REDUCES = 5, 16, 4  # measurements, of which the best counts; what runs in each
-_TIMEOUT_S = 600
+_TIMEOUT_S = 600  # of a measurement, with its compilation
 
 # Shares of the table's rate, and of the others' median, from which on nothing is said. Of the table: a
 # healthy 8192^3 matmul reaches 65 to 85 % of the peak, less on cards with a low power limit, and a ring
@@ -90,22 +94,22 @@ class Reduced(NamedTuple):
 
 
 def main() -> int:
-    """Prints what was measured on process 0; returns 0, also where something is slow."""
+    """Prints what was measured on process 0; returns 0, also where something is slow; hangs end with 76."""
     initialize.prepare()
     kind, is_cpu = jax.devices()[0].device_kind, jax.devices()[0].platform == "cpu"
     chip = chips.chip_for(kind)
     half = "float16" if chip and not chip.peak("bfloat16") else "bfloat16"
     size, num_bytes, dtype = (512, 1 << 20, "float32") if is_cpu else (8192, 1 << 28, half)
-    mine = {str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()}
-    rates = coordination.gather(mine, timeout_s=_TIMEOUT_S)
-    reduced = [
-        Reduced(
-            span.where, coordination.gather(all_reduce_rate(span.groups, num_bytes), _TIMEOUT_S), span.row
-        )
-        for span in spans(jax.devices(), chip)
-    ]
-    clocks = coordination.clock_offsets(timeout_s=_TIMEOUT_S)
-    hosts = coordination.gather(socket.gethostname(), _TIMEOUT_S)
+    with hang_limit("matmuls"):
+        mine = {str(d.id): matmul_rate(d, size, jnp.dtype(dtype)) for d in jax.local_devices()}
+    patience_s = 2 * _TIMEOUT_S  # a process that hangs is to say so first
+    rates, reduced = coordination.gather(mine, patience_s), []
+    for where, groups, row in spans(jax.devices(), chip):
+        with hang_limit(f"the all-reduce {where}", row.link if row else ""):
+            rate = all_reduce_rate(groups, num_bytes)
+        reduced.append(Reduced(where, coordination.gather(rate, patience_s), row))
+    clocks = coordination.clock_offsets(timeout_s=patience_s)
+    hosts = coordination.gather(socket.gethostname(), patience_s)
     if jax.process_index() == 0:
         table, faults = device_lines(rates, f"{kind}, {dtype} {size}^3", chip, dtype)
         for found in (*(reduce_lines(each) for each in reduced), clock_lines(clocks, hosts)):
@@ -115,6 +119,31 @@ def main() -> int:
 
 
 # --- measuring ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hang_limit(what: str, link: str = "") -> Iterator[None]:
+    """Ends the process with 76 if the body does not end in time: a device that hangs never returns.
+
+    Args:
+      what: is measured, for people.
+      link: what joins the devices; "": none, or it is not known.
+    """
+
+    def give_up() -> None:
+        place = f"process {jax.process_index()} on {socket.gethostname()}"
+        check = _CHECKS.get(link, _CHECK_NETWORK if link else _DOCTOR)
+        print(f"hang: {what} has not ended after {_TIMEOUT_S} s, {place}: check {check}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_HANG)
+
+    timer = threading.Timer(_TIMEOUT_S, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def matmul_rate(device: jax.Device, size: int, dtype: jnp.dtype) -> float:

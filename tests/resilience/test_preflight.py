@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxdist import launch
+from jaxdist.config import EXIT_HANG
 from jaxdist.distributed.coordination import ClockOffset
 from jaxdist.hardware import chips
 from jaxdist.planner import targets
@@ -303,3 +304,34 @@ def test_clocks_of_one_machine_are_together(capfd):
     out = capfd.readouterr().out
     assert "all-reduce between 2 processes: " in out and "inside" not in out
     assert "] clock: " not in out and "  clocks: at most " in out
+
+
+# Process 1 does not come to the first all-reduce between processes.
+ABSENT = """
+import os, sys, time
+from jaxdist.resilience import preflight
+preflight._TIMEOUT_S = 20
+if os.environ["JAXDIST_PROCESS_ID"] == "1":
+    preflight.all_reduce_rate = lambda *_: time.sleep(300)
+sys.exit(preflight.main())
+"""
+
+
+@pytest.mark.slow
+def test_an_all_reduce_that_hangs_is_named_and_nothing_starts(monkeypatch, capfd):
+    monkeypatch.setattr(launch, "_PREFLIGHT", [sys.executable, "-c", ABSENT])
+    flags = ["--processes", "2", "--devices-per-process", "1", "--preflight", "--", "echo", "trained"]
+    assert launch.main(flags) != 0
+    out, err = capfd.readouterr()
+    assert "hang: the all-reduce between 2 processes has not ended after 20 s, process " in out + err
+    assert "trained" not in out
+
+
+def test_what_hangs_ends_with_76():
+    hangs = "import time\nfrom jaxdist.resilience import preflight\npreflight._TIMEOUT_S = 0.5\n"
+    hangs += "with preflight.hang_limit('a matmul'):\n    time.sleep(0)\ntime.sleep(1)\nprint('in time')\n"
+    hangs += "with preflight.hang_limit('the all-reduce', 'NVLink'):\n    time.sleep(100)\n"
+    done = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, timeout=90)
+    assert done.returncode == EXIT_HANG and done.stdout == "in time\n"
+    assert "hang: the all-reduce has not ended after 0.5 s, process 0 on " in done.stderr
+    assert "check `nvidia-smi nvlink --status`" in done.stderr
