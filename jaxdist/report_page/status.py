@@ -268,7 +268,8 @@ def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
     if not spent["wall_s"]:
         return []
     goodput = percent_text(document["goodput"]) if document["goodput"] is not None else "-"
-    lines = [f"goodput   {goodput} of {duration_text(spent['wall_s'])} in {document['starts']} starts"]
+    starts = f"{document['starts']} start{'s' * (document['starts'] != 1)}"
+    lines = [f"goodput   {goodput} of {duration_text(spent['wall_s'])} in {starts}"]
     for name, seconds in sorted(spent["buckets"].items(), key=lambda item: -item[1]):
         if seconds > 0:
             lines.append(
