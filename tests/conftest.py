@@ -89,7 +89,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item, nextitem) -> None:
     """Lets go of compiled programs, between modules, before the process has as many maps as it may have.
 
-    A program takes 30 to 80 of Linux's 65,530 (vm.max_map_count); XLA aborts where one more is refused.
+    A program takes 25 to 75 of Linux's 65,530 (vm.max_map_count); XLA aborts where one more is refused.
     """
     if nextitem is None or nextitem.path == item.path or _num_memory_maps() < MOST_MAPS:
         return

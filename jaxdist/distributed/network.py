@@ -67,7 +67,8 @@ class _Node(Machine):
 def network_faults(root: Path, environ: Mapping[str, str], limits: Limits) -> list[Fault]:
     """Returns what is wrong for the run that this environment would start; [] where all is well.
 
-    A check is silent where it does not apply: those of NCCL without GPUs, of several machines on a lone one.
+    A check is silent where it does not apply: those of NCCL without GPUs, of several machines on a lone one
+    (but for the clock: a run may go on on another).
 
     Args:
       root: below which /sys, /proc, /etc, /dev and /opt lie; no tree and no environment raises.

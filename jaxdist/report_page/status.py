@@ -84,9 +84,7 @@ class RunStatus:
         state, reason = self._state()
         running, life = state == "running", self._life()
         phase = life.phase if life else "start"
-        began = (
-            None if life or not running or not self.lives else self._lock_time()
-        )  # a start that has not written yet
+        is_new = running and bool(self.lives) and life is None  # a start that has not written yet
         steps, step = _whole(self.config.get("train.steps")), self._step()
         step_s = number(row.get("step_time_s"))
         spent = self._account()
@@ -97,7 +95,7 @@ class RunStatus:
             "state": state,
             "reason": reason,
             "doing": ACTIVITIES.get(phase, phase) if running and self.lives else None,
-            "since": life.since if running and life else began or self._last_time(),
+            "since": life.since if running and life else (is_new and self._lock_time()) or self._last_time(),
             "step": step,
             "steps": steps,
             "eta_s": step_s * (steps - step) if running and steps and step_s is not None else None,

@@ -34,7 +34,7 @@ OPTIONS = {"xla_allow_excess_precision": False}
 # On the CPU, LLVM's optimisations are most of the compile time. XLA's program (partitioning,
 # collectives, fusions) is the same text without them.
 CPU_OPTIONS = {"xla_backend_optimization_level": 0}
-# Layouts compiled before their turn. Programs of the CPU take a thousand memory maps a layout, of the 65,530
+# Layouts compiled before their turn. Programs of the CPU take up to 2,000 memory maps a layout, of the 65,530
 # that Linux gives a process (vm.max_map_count); XLA aborts where one more is refused.
 AHEAD = 6
 
